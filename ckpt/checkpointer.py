@@ -235,7 +235,7 @@ class Checkpointer:
         due_rng.completed()
         if self._closed and not self._warned and os.getpid() == self._pid:
             self._warned = True
-            warnings.warn(f"step({n}) when closed: no more checkpoints are kept", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"step({n}) after close(): no more checkpoints are kept", RuntimeWarning, stacklevel=2)
         if self._link is None or self._capturer is None or self._pace is None or os.getpid() != self._pid:
             return
         self._pace.enter()
@@ -546,7 +546,7 @@ class Checkpointer:
         others = self._state.load(manifest, payload, untouched)
         if others:
             warnings.warn(
-                f"not everything is what step {step} had, which may be right for what is applied later "
+                f"not everything equals step {step}, which may be right for what is applied later "
                 f"or counts loads: {'; '.join(others)}",
                 RuntimeWarning,
                 stacklevel=6,

@@ -180,7 +180,7 @@ class ItemReader(StorageReader):
             local = target.to_local() if hasattr(target, "to_local") else target
             if found.get(name, 0) != local.numel():
                 raise StateError(
-                    f"{name}: this rank holds {found.get(name, 0)} of the {local.numel()} elements that it shall load; "
+                    f"{name}: this rank holds {found.get(name, 0)} of the {local.numel()} elements that it must load; "
                     "shard the state as it was when it was saved, or load with PersistedReader"
                 )
 

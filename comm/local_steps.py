@@ -253,7 +253,7 @@ class LocalSteps:
                     for name, tensor in mine.items():
                         tensor.copy_(saved[name])
             case _:
-                raise CommError("this is no state of local steps of such a model; load one of the same options")
+                raise CommError("this is not a state of local steps of such a model; load one of the same options")
 
     def _views(self, names: Sequence[str], flat: Tensor) -> dict[str, Tensor]:
         """Return the parts of `flat` that are of these parameters."""

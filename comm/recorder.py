@@ -79,5 +79,5 @@ def read_gradients(path: Path) -> dict[str, Tensor]:
         raise FileError(f"{path} holds a {type(found).__name__}; save a dict of tensors with torch.save")
     for name, gradient in gradients.items():
         if not isinstance(name, str) or not isinstance(gradient, Tensor) or not gradient.is_floating_point():
-            raise FileError(f"{path}: {name!r} is no gradient; save a dict of floating-point tensors")
+            raise FileError(f"{path}: {name!r} is not a gradient; save a dict of floating-point tensors")
     return gradients

@@ -66,5 +66,5 @@ def class_named(name: str) -> Any:
 def unknown(name: str, known: Iterable[str], kind: str = "scheme") -> CommError:
     """Return the error that says what to use in place of a name that is not `known`."""
     if name in REPLACEMENTS:
-        return CommError(f"{name!r} is no scheme of this package, only of its benchmarks: use {REPLACEMENTS[name]}")
+        return CommError(f"{name!r} is not a scheme of this package, only of its benchmarks: use {REPLACEMENTS[name]}")
     return CommError(f"there is no {kind} {name!r}; known are {', '.join(sorted(known))}")

@@ -159,7 +159,7 @@ class GradientSynchronizer:
                 part.zero_()
             elif parameter.grad.layout is not torch.strided:
                 raise CommError(
-                    f"a gradient of {self._keys[index]} is sparse, which plans know nothing of: make it dense "
+                    f"a gradient of {self._keys[index]} is sparse, which plans do not support: make it dense "
                     f"(sparse=False), or use DDP with resilient_run.comm.hook.register"
                 )
             else:
@@ -200,8 +200,8 @@ def synchronize_by(
         bucket_bytes: Of what is all-reduced in buckets.
 
     Raises:
-        CommError: The plan names options that do not exist, the ranks are no multiple of `ranks_per_host` or are given
-            different plans or compressors, or no parameter is trainable.
+        CommError: The plan names options that do not exist, the ranks are not a multiple of `ranks_per_host` or are
+            given different plans or compressors, or no parameter is trainable.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not parameters:

@@ -142,8 +142,8 @@ class Daemon:
             self._repeats.report()
             if (path := await lost()) is not None:
                 log.error(
-                    "%s was removed or replaced while this daemon (pid %d) served it. Nobody finds it any more, so "
-                    "it ends; launchers or the service manager start the next one. Keep cleaners and logouts off %s "
+                    "%s was removed or replaced while this daemon (pid %d) served it. Clients can no longer connect, "
+                    "so it ends; launchers or the service manager start the next one. Keep cleaners and logouts off %s "
                     "(docs/operations/daemon.md#removed-while-it-runs)",
                     path,
                     os.getpid(),

@@ -327,7 +327,7 @@ class Job:
         """Drop what another life of the run id left: its steps have nothing to do with this one's."""
         known, incarnation = self.slots.record.incarnation, agreement.incarnation
         if known is not None and known != incarnation:
-            log.info("run %r begins anew; removing the slots of its earlier life", self.spec.run_id)
+            log.info("run %r starts over; removing the slots of its earlier life", self.spec.run_id)
             await self._replicator.abort()
             self.sessions.end()
             # Else a rank of its first generation, which may attach before the round is read, would seem to be late.

@@ -50,7 +50,7 @@ _PERSISTED_S = 150.0
 _NAMED = 8
 
 _OPEN = (
-    "whoever reaches this etcd could read and forge the state of this run: give all its hosts one run key "
+    "anyone who reaches this etcd can read and forge the state of this run: give all its hosts one run key "
     "(`resilientctl keygen PATH`, then --rr-key-file PATH), or let etcd ask for credentials (RESILIENT_ETCD_USER and "
     "RESILIENT_ETCD_PASSWORD, or cert= and key= in --rdzv-conf), or say --rr-insecure"
 )
@@ -193,7 +193,7 @@ class ResilientAgent(LocalElasticAgent):
         """Tell whether the run ended as a success for all hosts, not for this one alone: nobody resumes from it."""
         ended = self._rdzv.ended
         if ended is not None and ended.failed:
-            log.warning("the run ended with a failure elsewhere, and what it keeps in memory stays: %s", ended.reason)
+            log.warning("the run failed on another host; its checkpoints stay in memory: %s", ended.reason)
         return ended is not None and not ended.failed
 
     def _persisted(self) -> tuple[list[list[int]], int | None]:

@@ -175,9 +175,7 @@ def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
     if config.auto and not config.enabled:
         log.warning("--rr-auto protects nothing here: --rr-off keeps no checkpoints")
     elif config.auto and args.no_python:
-        raise click.UsageError(
-            "--rr-auto looks into a Python script, and with --no-python there is none: leave one of the two out"
-        )
+        raise click.UsageError("--rr-auto needs a Python script, and --no-python runs none: omit one of the two")
     if not config.enabled:
         with installed(config):
             yield
@@ -195,8 +193,8 @@ def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
             args.rdzv_backend, args.rdzv_endpoint = BACKEND, stack.enter_context(_embedded_etcd())
             if args.standalone and args.rdzv_id != "none" and config.policy.persist.target:
                 log.warning(
-                    "--standalone replaces --rdzv-id=%s by a random id, so this run begins with nothing that "
-                    "--rr-persist holds; leave --standalone out to continue that run",
+                    "--standalone replaces --rdzv-id=%s by a random id, so this run does not continue from "
+                    "--rr-persist; omit --standalone to continue that run",
                     args.rdzv_id,
                 )
             if args.standalone or args.rdzv_id == "none":

@@ -293,7 +293,7 @@ def _parse_modules(ctx: click.Context, param: click.Parameter, value: str | None
     for name in modules:
         if not all(part.isidentifier() for part in name.split(".")):
             raise click.BadParameter(
-                f"{name!r} is not the name of a module: write names with commas between them, as "
+                f"{name!r} is not a module name: write names separated by commas, such as "
                 "lightning,transformers, or learn",
                 ctx,
                 param,
@@ -304,7 +304,7 @@ def _parse_modules(ctx: click.Context, param: click.Parameter, value: str | None
 def _parse_sizes(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     sizes = [size.strip() for size in value.split(",") if size.strip()]
     if not all(size.isdecimal() and 0 < int(size) <= MAX_WORLD_SIZE for size in sizes):
-        raise click.BadParameter(f"{value!r} must be numbers of ranks with commas between them, as 2,4,8", ctx, param)
+        raise click.BadParameter(f"{value!r} must be numbers of ranks separated by commas, such as 2,4,8", ctx, param)
     return tuple(sorted({int(size) for size in sizes}))
 
 

@@ -105,9 +105,9 @@ class EmbeddedEtcd:
             try:
                 self._directories.append(_Directory(parent))
             except OSError as error:
-                raise EtcdServerError(f"etcd needs a directory in {parent}: {error.strerror}") from error
+                raise EtcdServerError(f"cannot create a directory for etcd in {parent}: {error.strerror}") from error
             except DaemonError as error:
-                raise EtcdServerError(f"etcd needs a directory in {parent}: {error}") from error
+                raise EtcdServerError(f"cannot create a directory for etcd in {parent}: {error}") from error
         client, peer = f"unix://{_CLIENT_SOCKET}", f"unix://{_PEER_SOCKET}"
         arguments = {
             "name": "embedded",
@@ -148,7 +148,7 @@ class EmbeddedEtcd:
         try:
             keeper.start()
         except RuntimeError as error:
-            raise EtcdServerError(f"etcd has no thread that looks after it: {error}") from error
+            raise EtcdServerError(f"cannot start the thread that supervises etcd: {error}") from error
         self._keeper = keeper
         self._ready = True
 

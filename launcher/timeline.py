@@ -285,7 +285,7 @@ class RecoveryTimeline:
         except (OSError, DaemonError) as error:
             self._is_cut = self._is_cut or isinstance(error, _CutError)
             # Training goes on without.
-            log.error("an event is not written to %s: %s", self._events_path, error)
+            log.error("cannot write an event to %s: %s", self._events_path, error)
 
 
 def newest_step(last_steps: Mapping[str, int], ranks: Collection[int]) -> int | None:

@@ -193,26 +193,47 @@ def test_nothing_to_do(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "view", "reason"),
+    ("why", "view", "fault", "reason"),
     [
-        (failure(), whole(), "software failure: worker_exit on a; the same hosts go on at step 10 from their own"),
-        (failure("hang", ""), whole(), "software failure: hang on ; the same hosts go on at step 10"),
-        (failure("host_lost", "b"), whole(), "hardware failure: host_lost on b; case 1: peers hold step 10 of every"),
+        (
+            failure(),
+            whole(),
+            "software failure",
+            "worker_exit on a; the same hosts go on at step 10 from their own memory",
+        ),
+        (
+            failure("hang", ""),
+            whole(),
+            "software failure",
+            "hang on ; the same hosts go on at step 10 from their own memory",
+        ),
+        (failure("host_lost", "b"), whole(), "hardware failure", "host_lost on b; peers hold step 10 of every rank"),
         (
             failure("host_lost", "b"),
             whole(members={"a": 5}),
-            "hardware failure: host_lost on b; case 2: no live host reports rank 2 at step 10",
+            "hardware failure",
+            "host_lost on b; no live host reports rank 2 at step 10",
         ),
-        (failure("host_lost", "b"), whole(watermark=None), "nothing is committed yet, training begins anew"),
-        (failure("membership", "b"), whole(), "planned: membership on b; training goes on at step 10"),
-        (failure("operator", "b"), whole(watermark=None), "training goes on at the beginning"),
+        (
+            failure("host_lost", "b"),
+            whole(watermark=None),
+            "hardware failure",
+            "host_lost on b; nothing is committed yet, training starts over",
+        ),
+        (failure("membership", "b"), whole(), "planned", "membership on b; training goes on at step 10"),
+        (
+            failure("operator", "b"),
+            whole(watermark=None),
+            "planned",
+            "operator on b; training goes on at the beginning",
+        ),
     ],
 )
-def test_a_failure_is_noted_with_its_class(why: Failure, view: RootView, reason: str) -> None:
+def test_a_failure_is_noted_with_its_class(why: Failure, view: RootView, fault: str, reason: str) -> None:
     decision = decide(replace(view, failures={4: why}), RootPolicy(quarantine_failures=9), NOW_S)
     note = decision.actions[0]
     assert isinstance(note, Note)
-    assert reason in note.reason
+    assert (note.fault, note.reason) == (fault, reason)
     assert note.failure == replace(why, began_step=10, unix_s=NOW_S)
 
 
@@ -230,7 +251,8 @@ def test_worker_that_exits_because_a_host_is_lost_does_not_count_against_its_hos
     changes = {"host": "c", "kind": "host_lost", "rank": None, "exitcode": None, "message": cause}
     began_step, unix_s = (8, NOW_S - 1) if known else (10 if generation == 4 else None, NOW_S)
     assert note.failure == replace(exit_, **changes, began_step=began_step, unix_s=unix_s)
-    assert note.reason.startswith(f"hardware failure: {cause}; case ")
+    assert note.fault == "hardware failure"
+    assert note.reason.startswith(f"{cause}; ")
     assert others == [], "nobody has failed three times"
     _, puts = transaction(view, Decision(actions=(note,), reason=""), NOW_S)
     assert [item["host"] for item in puts["root/failures"]["failures"]] == ["a", "a", "c"]
@@ -460,7 +482,7 @@ def test_standby_too_many_is_given_back(view: RootView, host: str, kept: int | N
     (action,) = decide(view, TWO, NOW_S).actions
     assert isinstance(action, Release)
     assert action.host == host
-    assert action.reason == f"3 standby(s) are ready and 2 wanted: host {host} is given back"
+    assert action.reason == f"3 standby(s) are ready and 2 wanted: host {host} is released"
     guards, puts = transaction(view, Decision(actions=(action,), reason=""), NOW_S)
     left = [] if kept is None else [view.requests[kept].to_value()]
     assert puts["root/requests"] == {"requests": left}

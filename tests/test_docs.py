@@ -138,6 +138,27 @@ def test_the_site_builds(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("An etcd that is never told: let it forget old changes.", ["let it forget"]),
+        ("| `x` is no file of this format | ok |", ["is no file"]),
+        ("It is no longer there. There is no file.\n```sh\nwhoever\n```\n`whoever` [a](whoever.md)", []),
+        ("Here " + "and there " * 16 + "it is", ["36 words"]),
+        ("Here " + "and there; " * 16 + "it is", []),
+    ],
+)
+def test_what_the_check_of_the_english_finds(script: Callable[[str], Any], text: str, wrong: list[str]) -> None:
+    prose = script("prose")
+    found = [told for _, sentence in prose.sentences(text) for told in prose.wrong("here", sentence)]
+    assert len(found) == len(wrong)
+    assert all(part in told for part, told in zip(wrong, found, strict=True))
+
+
+def test_documents_and_messages_are_plain_english(script: Callable[[str], Any]) -> None:
+    assert list(script("prose").findings()) == []
+
+
 def test_navigation_has_every_page_once() -> None:
     (nav,) = re.findall(r"^nav:\n(.*?)(?=^\S|\Z)", (ROOT / "mkdocs.yml").read_text(), re.M | re.S)
     listed = re.findall(r": (\S+\.md)$", nav, re.M)

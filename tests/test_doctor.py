@@ -178,7 +178,7 @@ def test_a_port_that_is_taken(patient: Patient) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         report = patient.doctor("--port", str(port), "--etcd-endpoint", "127.0.0.1:1")
-    report.says("port", "fail", found=f"others have port {port}", remedy="--rr-port")
+    report.says("port", "fail", found=f"other processes use port {port}", remedy="--rr-port")
 
 
 def test_a_peer_that_is_down(patient: Patient) -> None:
@@ -220,7 +220,7 @@ def test_a_host_whose_name_is_its_loopback(patient: Patient, tmp_path: Path) -> 
     (tmp_path / "hosts").write_text("127.0.0.1 localhost etcd-host\n127.0.1.1 planted\n")
     script = f'mount --bind {tmp_path}/hosts /etc/hosts && hostname planted && ip link set lo up && exec "$@"'
     report = patient.doctor("--etcd-endpoint", "etcd-host:1", prefix=[*NAMED, script, "-"])
-    report.says("host-name", "warn", found="planted is 127.0.1.1", remedy="in the place of that line in /etc/hosts")
+    report.says("host-name", "warn", found="planted is 127.0.1.1", remedy="instead of that line in /etc/hosts")
     report.says("address", "fail", found="would tell the others 127.0.0.1", remedy="--local-addr")
     report.says("etcd-reachable", "fail", found="nothing listens at etcd-host:1", remedy="start etcd")
     assert not patient.doctor(
@@ -305,7 +305,7 @@ def test_an_etcd_that_lets_everybody_in(patient: Patient, tcp_etcd: EtcdProcess,
     prefix = [*MOUNTED, f'mount --bind {tmp_path}/hosts /etc/hosts && exec "$@"', "-"]
     endpoint = f"etcd-host:{tcp_etcd.port}"
     report = patient.doctor("--etcd-endpoint", endpoint, prefix=prefix)
-    report.says("etcd-access", "fail", found="whoever reaches it is let in", remedy="resilientctl keygen")
+    report.says("etcd-access", "fail", found="anyone who reaches it can read and forge", remedy="resilientctl keygen")
     keyed = patient.doctor("--etcd-endpoint", endpoint, prefix=prefix, RESILIENT_KEY="k" * 64)
     keyed.says("etcd-access", "ok", found="the run key keeps them out")
 

@@ -207,7 +207,7 @@ def test_what_is_remembered_of_parts_that_are_no_more_is_forgotten(caplog: pytes
     assert run_hosts(2, 2, work) == [True] * 4
     assert len(caplog.messages) == 4
     assert set(caplog.messages) == {
-        "what compression left out of 2 of 3 groups of gradients is lost: 1 are no groups of this plan, 1 are treated "
+        "what compression left out of 2 of 3 groups of gradients is lost: 1 are not groups of this plan, 1 are treated "
         "in another way"
     }
 
@@ -236,7 +236,7 @@ def test_what_a_plan_says_of_a_group() -> None:
     found = options_of({"a": "dense", "b": "compressed", "c": str(COMPRESSED[-1])})
     assert found == {"b": options_of({"b": str(found["b"])})["b"], "c": COMPRESSED[-1]}
     assert found["b"].flat
-    with pytest.raises(CommError, match="'zip' is no option of the tree"):
+    with pytest.raises(CommError, match="'zip' is not an option of the tree"):
         options_of({"a": "zip"})
 
 

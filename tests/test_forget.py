@@ -68,10 +68,10 @@ def test_a_live_run_is_refused(etcd_endpoint: str, etcd_config: EtcdConfig) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("a/b",), "must not be empty or contain '/'"),
-        (("",), "must not be empty or contain '/'"),
+        (("a/b",), "printable, not empty, and without '/'"),
+        (("",), "printable, not empty, and without '/'"),
         (("a", "--etcd-endpoint", "host:port"), "neither host[:port]"),
-        (("a", "--etcd-conf", "cert"), "between the commas of --etcd-conf goes NAME=VALUE"),
+        (("a", "--etcd-conf", "cert"), "--etcd-conf takes NAME=VALUE, separated by commas"),
         (("a", "--etcd-conf", "cert=/x"), "both cert= and key="),
         ((), "RUN_ID"),
     ],

@@ -201,7 +201,7 @@ def test_what_is_absent_keeps_its_value_and_is_named(imported: Callable[..., Cap
             [],
             "by `resilientctl export` of all",
         ),
-        (lambda model: {"model": model, "optimizer": {"lr": 1}}, [], "optimizer is no state of an optimizer there"),
+        (lambda model: {"model": model, "optimizer": {"lr": 1}}, [], "optimizer is not an optimizer state there"),
         (
             lambda model: {"model": model, "optimizer": {"param_groups": [{"params": [0, 1]}]}},
             [],
@@ -509,8 +509,8 @@ def flip(path: Path, at: int) -> None:
     ("damage", "error", "message"),
     [
         (lambda at: flip(at / "rank0.zst", 5000), SlotError, "rank 0 of .* does not match its checksums"),
-        (lambda at: (at / "rank0.zst").write_bytes(b"short"), SlotError, "is no file of this format"),
-        (lambda at: (at / "manifest.json").write_text("[]"), SlotError, "is no manifest that this release reads"),
+        (lambda at: (at / "rank0.zst").write_bytes(b"short"), SlotError, "is not a file of this format"),
+        (lambda at: (at / "manifest.json").write_text("[]"), SlotError, "is not a manifest that this release reads"),
         (
             lambda at: (at / "manifest.json").write_text('{"version": 1, "files": {}}'),
             SlotError,

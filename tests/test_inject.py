@@ -204,7 +204,7 @@ def test_memory_fills_for_a_while(site: Site) -> None:
 def test_disk_fills_where_it_may(site: Site, tmp_path: Path) -> None:
     site.hosts.run("a")
     refused = site.strike("fill-disk", parameters={"directory": str(tmp_path / "missing")})
-    assert (refused["ok"], "is no directory" in refused["what"]) == (False, True)
+    assert (refused["ok"], "is not a directory" in refused["what"]) == (False, True)
     outcome = site.strike("fill-disk", parameters={"directory": str(tmp_path), "size_bytes": 4096, "duration_s": 0.3})
     assert outcome["ok"]
     assert "4096 bytes" in outcome["what"]

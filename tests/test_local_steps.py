@@ -337,11 +337,11 @@ def test_wrong_arguments_and_states_are_refused() -> None:
     # The first parameter is the largest fragment of two and of three.
     alike = [LocalSteps(small(0)[:2], every=6, fragments=count, delay=1) for count in (2, 3)]
     assert alike[0].state_dict()["sent"].shape == alike[1].state_dict()["sent"].shape
-    with pytest.raises(CommError, match="this is no state of local steps of such a model"):
+    with pytest.raises(CommError, match="this is not a state of local steps of such a model"):
         alike[1].load_state_dict(alike[0].state_dict())
     wrong_states = (streaming.state_dict(), {}, {**good, "steps": None}, {**good, "outer": {}}, {**good, "sending": 1})
     for state in (plain.state_dict(), other.state_dict(), *wrong_states):
-        with pytest.raises(CommError, match="this is no state of local steps of such a model"):
+        with pytest.raises(CommError, match="this is not a state of local steps of such a model"):
             local.load_state_dict(state)
     local.load_state_dict(good)
 

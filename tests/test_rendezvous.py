@@ -725,7 +725,7 @@ def test_standby_that_is_cut_off_ends_with_the_run(alone: Alone, anew: bool) -> 
         alone.make("c", (2, 2), join_timeout="5")
         other = alone.join("c")["c"]
     alone.proxy.mend()
-    with pytest.raises(RendezvousClosedError, match="anew while" if anew else "ended it while"):
+    with pytest.raises(RendezvousClosedError, match="again while" if anew else "ended it while"):
         waiting.result(WAIT_S)
     if anew:
         with pytest.raises(RendezvousTimeoutError):

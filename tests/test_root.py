@@ -189,7 +189,7 @@ def test_root_that_stands_still_steps_down_and_never_moves_the_watermark_back(ho
 def test_what_a_stranger_has_damaged_counts_as_nothing(hosts: Hosts, key: str, value: dict[str, Any]) -> None:
     trainers = hosts.run("ab", replicas=1)
     hosts.commit(trainers, [1])
-    told = f"{key} counts as nothing"
+    told = f"ignoring {key}"
 
     def is_told() -> bool:
         if not (heard := all(told in host.log for host in hosts.hosts.values())):

@@ -78,7 +78,7 @@ def test_an_etcd_that_lets_everybody_in_needs_a_key(cluster: Cluster, script: Pa
     host = cluster.host("a")
     host.launch(on_etcd(cluster, everywhere(tcp_etcd)), [str(script)])
     assert host.wait() == 2
-    told = next(line for line in host.text if "whoever reaches this etcd" in line)
+    told = next(line for line in host.text if "anyone who reaches this etcd" in line)
     for remedy in ("resilientctl keygen", "--rr-key-file", "RESILIENT_ETCD_USER", "cert=", "--rr-insecure"):
         assert remedy in told
     assert "Traceback" not in host.output
@@ -140,7 +140,7 @@ def test_a_key_of_the_host_is_made_once_and_is_its_users_alone(monkeypatch: pyte
     assert [path.name for path in (tmp_path / "own").iterdir()] == ["host.key"]
     assert (tmp_path / "own" / "host.key").stat().st_mode & 0o077 == 0
     (tmp_path / "own" / "host.key").chmod(0o604)
-    with pytest.raises(DaemonError, match=r"no key for the runs of this host: .*not for you alone.*--rr-key-file"):
+    with pytest.raises(DaemonError, match=r"no key for the runs of this host: .*accessible to others.*--rr-key-file"):
         secret.host_key()
 
 

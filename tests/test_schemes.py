@@ -366,7 +366,7 @@ def test_ranks_with_other_dtypes_or_shapes_of_one_size_are_told() -> None:
         ({"rows": 16}, "rows 16 are no numbers of elements"),
         ({"rows": (16, 0)}, "are no numbers of elements"),
         ({"profile_steps": -1}, "profile_steps -1 is no whole number"),
-        ({"seed": 1 << 70}, "is no whole number from 0"),
+        ({"seed": 1 << 70}, "is not a whole number from 0"),
     ],
 )
 def test_options_that_zen_does_not_have_are_refused(option: dict[str, Any], told: str) -> None:

@@ -333,7 +333,7 @@ def test_slurm_provides_a_host_and_takes_one_back(slurm: Slurm, etcd: EtcdMember
     (surplus,) = set(others) - {newcomer}
     submit(surplus, "resilient-given")
     wait_until(lambda: "CANCELLED" in text(surplus), timeout_s=120, what=logs, pause_s=0.2)
-    assert "it is given back" in text(surplus)
+    assert "it is released" in text(surplus)
     wait_until(lambda: provided() == [newcomer], timeout_s=120, what=logs, pause_s=0.5)
     done = text(newcomer).count('"loss"')
     wait_until(lambda: text(newcomer).count('"loss"') > done, timeout_s=60, what=logs, pause_s=0.2)

@@ -68,7 +68,7 @@ def pairs(option: Option) -> list[tuple[Comm, Comm]]:
 
 def test_options_are_read_as_they_are_written() -> None:
     assert all(tree.parse(str(option)) is option for option in tree.all_options())
-    with pytest.raises(ValueError, match=r"'all_reduce@moon' is no option"):
+    with pytest.raises(ValueError, match=r"'all_reduce@moon' is not an option"):
         tree.parse("all_reduce@moon")
 
 

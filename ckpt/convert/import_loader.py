@@ -344,7 +344,7 @@ def _parts(name: str, found: Any) -> tuple[list[dict[Any, Any]], dict[Any, dict[
             whole = isinstance(groups, list) and isinstance(states, dict)
             if whole and all(isinstance(item, dict) for item in [*groups, *states.values()]):
                 return groups, states
-    raise StateError(f"{name} is no state of an optimizer there")
+    raise StateError(f"{name} is not an optimizer state there")
 
 
 def _flat(found: Any, names: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:

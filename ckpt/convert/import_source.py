@@ -109,7 +109,9 @@ class DcpSource:
 
     def _metadata(self) -> Metadata:
         if not (self._directory / ".metadata").is_file():
-            raise StateError(f"{self._directory} is no DCP checkpoint: it has no file .metadata, which is written last")
+            raise StateError(
+                f"{self._directory} is not a DCP checkpoint: it has no file .metadata, which is written last"
+            )
         try:
             return self._reader.read_metadata()
         except Exception as error:  # the boundary to a pickle, which may raise anything

@@ -41,7 +41,7 @@ def dial(path: Path, timeout_s: float | None = None) -> socket.socket:
         # checked is what is connected to, whatever takes the directory's name meanwhile.
         directory, found = os.fstat(place), os.stat(path.name, dir_fd=place, follow_symlinks=False)
         if directory.st_uid != os.geteuid() or directory.st_mode & 0o022 or not stat.S_ISSOCK(found.st_mode):
-            raise PermissionError(f"{path} is no socket in a directory that only uid {os.geteuid()} can write to")
+            raise PermissionError(f"{path} is not a socket in a directory that only uid {os.geteuid()} can write to")
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.settimeout(timeout_s)
@@ -96,7 +96,7 @@ def decode(body: bytes) -> Message:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:80]} is no finite number")
+        raise ValueError(f"{text[:80]} is not a finite number")
     return value
 
 

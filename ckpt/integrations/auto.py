@@ -270,7 +270,7 @@ def begun(
     except Over:
         reason: object = (
             "the run was restarted after its training had returned, and nobody can tell what the script does now; it "
-            "begins anew, as under torchrun"
+            "starts over, as under torchrun"
         )
     except Exception as error:
         # What refuses a training before it is attached does so in each generation alike.

@@ -340,7 +340,7 @@ def refuse(trainer: Any) -> None:
     if trainer.reload_dataloaders_every_n_epochs:
         raise StateError("reload_dataloaders_every_n_epochs: the loaders of an epoch are not kept. Leave it out")
     if trainer._val_check_time_interval is not None:
-        raise StateError("val_check_interval by time: nobody can repeat it. Give a number of batches")
+        raise StateError("val_check_interval by time cannot be repeated: give a number of batches")
     if _takes_iterator(trainer.lightning_module):
         raise StateError("training_step(dataloader_iter): what it draws is not known. Let it take a batch")
     lightning = framework("lightning.pytorch", _REQUIREMENT)

@@ -102,7 +102,7 @@ class PositionedLoader:
         if resumed == (due_rng.steps, _Draws.ended):
             warnings.warn(
                 f"the first iterator of {type(self.loader.dataset).__qualname__} after restore() went on in the middle "
-                "of its epoch, and no step was completed with it: the epoch begins anew. Look into the data before "
+                "of its epoch, and no step was completed with it: the epoch starts over. Read data before "
                 "restore(), and make no other iterator between it and the loop",
                 RuntimeWarning,
                 stacklevel=3,
@@ -391,7 +391,7 @@ class _Indices(Iterator[Any]):
 def _check(loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         raise StateError(
-            f"{type(loader).__qualname__} is no torch.utils.data.DataLoader, so its position is not known: "
+            f"{type(loader).__qualname__} is not a torch.utils.data.DataLoader, so its position is not known: "
             "give a DataLoader"
         )
     if loader.num_workers and loader.persistent_workers:

@@ -119,8 +119,8 @@ def _dealt(loader: Any) -> tuple[Any, int]:
 
 def _unknown(loader: Any) -> StateError:
     return StateError(
-        f"the loader of {type(loader.dataset).__qualname__} is in the middle of an epoch, and what is left of it is "
-        "known only where a DataLoader with a batch_size and a DistributedSampler has given each rank as many batches: "
+        f"the loader of {type(loader.dataset).__qualname__} is in the middle of an epoch, whose rest is known "
+        "only for a DataLoader with a batch_size and a DistributedSampler, and as many batches on each rank: "
         "change the number of ranks between two epochs"
     )
 

@@ -572,7 +572,7 @@ class Accumulation:
             return None
         self._warned = True
         return (
-            f"gradients outlive step({self._step}) and are no part of a checkpoint, so a recovery loses their update: "
+            f"gradients outlive step({self._step}) and are not part of a checkpoint, so a recovery loses their update: "
             "call Checkpointer.step() after optimizer.step(), and where they are accumulated over several batches, or "
             "written by what another optimizer trains, only when none is left"
         )

@@ -120,7 +120,7 @@ class Memory(ABC):
             case {"kind": str(kind)} if kind != self.kind:
                 raise CommError(f"a state of {kind} cannot go on as {self.kind}; take the memory that saved it")
             case _:
-                raise CommError(f"this is no state of {self.kind}; load one that this memory saved")
+                raise CommError(f"this is not a state of {self.kind}; load one that this memory saved")
 
     def _is_kept(self, tensors: Any) -> bool:
         """Tell whether `tensors` may be what is remembered of one parameter."""

@@ -78,5 +78,5 @@ def agreed(numbers: Sequence[int]) -> int:
         given = ", ".join("none" if number == NOT_GIVEN else str(number) for number in numbers)
         raise CommError(f"the ranks are given {given} ranks per host: give all the same divisor of {len(numbers)}")
     if first < 1 or len(numbers) % first:
-        raise CommError(f"{len(numbers)} ranks are no multiple of {first} per host; give a divisor")
+        raise CommError(f"{len(numbers)} ranks are not a multiple of {first} per host; give a divisor")
     return first

@@ -162,7 +162,7 @@ def parse(text: str) -> Option:
     try:
         return _by_text()[text]
     except KeyError:
-        raise ValueError(f"{text!r} is no option of the tree; `resilient-comm tree` lists them") from None
+        raise ValueError(f"{text!r} is not an option of the tree; `resilient-comm tree` lists them") from None
 
 
 def flat() -> Iterator[Steps]:

@@ -91,7 +91,7 @@ class OptionScheme(Scheme):
             case {"treatments": dict(before), "memory": memory}:
                 self.memory.load_state_dict(memory)
             case _:
-                raise CommError("this is no state of planned gradients; load one that was saved with a plan")
+                raise CommError("this is not a state of planned gradients; load one that was saved with a plan")
         now = self._treatments()
         remembered = [(key, key.rsplit("/", 2)[0]) for key in self.memory.state_dict()["kept"]]
         keys = {key for _, key in remembered}
@@ -99,7 +99,7 @@ class OptionScheme(Scheme):
         other = {key for key in keys & now.keys() if now[key] != before.get(key)}
         if gone or other:
             log.warning(
-                "what compression left out of %d of %d groups of gradients is lost: %d are no groups of this plan, %d "
+                "what compression left out of %d of %d groups of gradients is lost: %d are not groups of this plan, %d "
                 "are treated in another way",
                 len(gone | other),
                 len(keys),
@@ -316,7 +316,7 @@ def options_of(texts: Mapping[str, str]) -> dict[str, Option]:
     """Return key → option for what a plan says of each key, without those that it leaves dense.
 
     Raises:
-        CommError: A text is no option of the tree.
+        CommError: A text is not an option of the tree.
     """
     try:
         return {key: parse(FLAT if text == COMPRESSED else text) for key, text in texts.items() if text != DENSE}

@@ -80,7 +80,7 @@ def decode(messages: Sequence[Tensor], lengths: Sequence[int], *, width: int, dt
             for message, length in zip(messages, lengths, strict=True)
         ]
     except OpError as error:
-        raise MessageError(f"a message came that is no matrix: {error}") from error
+        raise MessageError(f"a message came that is not a matrix: {error}") from error
 
 
 def _nothing(device: torch.device, length: int, width: int, dtype: torch.dtype) -> Sparse:

@@ -75,10 +75,10 @@ class Zen(RoundScheme):
             if chosen not in known:
                 raise CommError(f"zen knows no {option} {chosen!r}; choose one of {known}")
         if not isinstance(rows, Sequence) or not all(isinstance(each, int) and each > 0 for each in rows):
-            raise CommError(f"rows {rows!r} are no numbers of elements; give a list, as (16, 64, 256)")
+            raise CommError(f"rows {rows!r} are not numbers of elements; give a list, as (16, 64, 256)")
         for option, number in (("profile_steps", profile_steps), ("replan_steps", replan_steps), ("seed", seed)):
             if not isinstance(number, int) or not 0 <= number < 1 << 63:
-                raise CommError(f"{option} {number!r} is no whole number from 0 to 2**63 - 1")
+                raise CommError(f"{option} {number!r} is not a whole number from 0 to 2**63 - 1")
         self._rows = tuple(rows)
         self._profile_steps = profile_steps
         self._replan_steps = replan_steps

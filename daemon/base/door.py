@@ -118,7 +118,7 @@ class Door:
             return
         stranger = _Stranger(sock, source, self._manners, self._heard)
         if (turned_out := self._strangers.add(stranger, source)) is not None:
-            log.warning("closing a connection of %s, which said nothing: others want in", turned_out.source)
+            log.warning("closing an idle connection of %s, to make room for others", turned_out.source)
             turned_out.dismiss()
 
     def _heard(self, stranger: "_Stranger", message: wire.Message | None) -> None:
@@ -159,7 +159,7 @@ class _Stranger:
         self.release().close()
 
     def _late(self) -> None:
-        log.warning("closing a connection of %s: it said nothing in time", self.source)
+        log.warning("closing a connection of %s: it sent nothing in time", self.source)
         self._heard(self, None)
 
     def _read(self) -> None:

@@ -96,7 +96,9 @@ def parse_ports(context: click.Context, param: click.Parameter, text: str | None
     match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", text.strip())
     ports = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
     if not ports or ports[0] < 1 or ports[-1] > 65535:
-        raise click.BadParameter(f"{text!r} is no port or range of ports: write 29600 or 29600-29609", context, param)
+        raise click.BadParameter(
+            f"{text!r} is not a port or range of ports: write 29600 or 29600-29609", context, param
+        )
     return ports
 
 

@@ -131,7 +131,7 @@ async def _finish(work: Callable[[], Awaitable[None]]) -> None:
         await asyncio.gather(task, return_exceptions=True)
         raise
     if task.cancelled():
-        raise RuntimeError("it was cancelled, by nobody who ends it")
+        raise RuntimeError("it was cancelled unexpectedly")
     task.result()
 
 

@@ -22,8 +22,6 @@ def ask(settings: Settings, op: str, **fields: Any) -> dict[str, Any]:
     try:
         return ask_daemon(address, op, within_s=_ANSWER_TIMEOUT_S, **fields)
     except (OSError, WireError) as error:
-        raise click.ClickException(
-            f"no daemon answers at {address}: {error}; is another RESILIENT_RUN_DIR meant?"
-        ) from error
+        raise click.ClickException(f"no daemon answers at {address}: {error}; check RESILIENT_RUN_DIR") from error
     except DaemonError as error:
         raise click.ClickException(str(error)) from error

@@ -76,7 +76,7 @@ def doctor(
     It changes nothing, needs no root, and ends within 10 seconds.
     """
     if etcd_conf and etcd_endpoint is None:
-        raise click.UsageError("--etcd-conf says how to get into etcd: say where it is with --etcd-endpoint")
+        raise click.UsageError("--etcd-conf needs --etcd-endpoint, the address of etcd")
     try:
         key = find_key(key_file, os.environ)
     except DaemonError as error:

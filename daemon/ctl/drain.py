@@ -79,10 +79,10 @@ async def _drain(config: EtcdConfig, run_id: str, host: str, avoided_s: float, t
                 round_: Round | None = mirror.get(keys.ROUND)
                 watermark = mirror.get(keys.WATERMARK)
                 if round_ is None:
-                    raise DaemonError(f"etcd has no run {run_id!r} that trains")
+                    raise DaemonError(f"etcd has no running run {run_id!r}; check --run-id")
                 if host not in round_:
                     if not ordered:
-                        raise DaemonError(f"host {host} trains nothing in generation {round_.generation} of the run")
+                        raise DaemonError(f"host {host} does not train in generation {round_.generation}; check HOST")
                     if watermark is not None and watermark[0] == round_.generation:
                         return (
                             f"host {host} is drained: generation {round_.generation} runs on "
@@ -139,11 +139,11 @@ def _check_goes_on(mirror: Mirror, round_: Round, host: str) -> None:
         return
     if len(usable) < job.min_nodes:
         raise DaemonError(
-            f"the run needs {job.min_nodes} hosts (--nnodes), and {len(usable)} would be left: start a standby"
+            f"the run needs {job.min_nodes} hosts (--nnodes), and {len(usable)} would remain: start a standby"
         )
     sizes = (round_.world_size,) if job.elastic_s is None else job.sizes
     if len(allowed(sizes, round_.seats, usable, job.max_nodes)) < job.min_nodes:
         allows = "without --rr-elastic the run keeps" if job.elastic_s is None else "--rr-sizes allows"
         raise DaemonError(
-            f"the hosts that would be left make no {', '.join(map(str, sizes))} ranks, which {allows}: start a standby"
+            f"the other hosts cannot make {', '.join(map(str, sizes))} ranks, which {allows}: start a standby"
         )

@@ -46,7 +46,7 @@ def parse_etcd(endpoint: str, conf: str) -> EtcdConfig:
     try:
         items = [item for item in conf.split(",") if item.strip()]
         if any("=" not in item for item in items):
-            raise ValueError("between the commas of --etcd-conf goes NAME=VALUE")
+            raise ValueError("--etcd-conf takes NAME=VALUE, separated by commas")
         options = dict(item.split("=", 1) for item in items)
         return EtcdConfig.parse(endpoint, {name.strip(): value.strip() for name, value in options.items()})
     except ValueError as error:
@@ -61,5 +61,5 @@ def check_run_id(run_id: str, name: str) -> None:
     """
     if not run_id.isprintable() or not run_id or "/" in run_id:
         raise click.UsageError(
-            f"{name} is {run_id!r}; it names keys in etcd: it must be printable, and must not be empty or contain '/'"
+            f"{name} is {run_id!r}; it is part of etcd keys, so it must be printable, not empty, and without '/'"
         )

@@ -62,7 +62,9 @@ def export(
 
     try:
         if not is_free(to):
-            raise click.ClickException(f"{to} exists already, and is no empty directory of yours; choose another --to")
+            raise click.ClickException(
+                f"{to} exists already, and is not an empty directory of yours; choose another --to"
+            )
         if source == "memory":
             captures = _from_memory(_job(settings, run_id), step)
         else:

@@ -60,7 +60,7 @@ def exporter(
             "and hosts, and why they failed"
         )
     if (certificate is None) is not (private_key is None):
-        raise click.UsageError("--certificate and --private-key need each other")
+        raise click.UsageError("give both --certificate and --private-key, or neither")
     password = None if password_file is None else _password(password_file)
     tls = None if certificate is None or private_key is None else _tls(certificate, private_key)
     try:

@@ -28,7 +28,7 @@ _TIME_ERROR = 5
 _SKEW_S, _WRONG_S = 2.0, 60.0
 _TIMEX_BYTES = 512
 _FORGET = "start etcd with --auto-compaction-retention=5m"
-_MAKE_SPACE = f"let it forget old changes (etcdctl compact, defrag, alarm disarm), and {_FORGET}"
+_MAKE_SPACE = f"make space (etcdctl compact, defrag, alarm disarm), and {_FORGET}"
 _GIVE = "--rdzv-endpoint (here --etcd-endpoint)"
 
 
@@ -136,7 +136,7 @@ def _why_silent(answer: _Answer, config: EtcdConfig) -> tuple[str, str]:
         found = f"{endpoint} refuses TLS ({getattr(error, 'reason', None) or error})"
         return (
             found,
-            "leave out cacert=, cert= and key= where etcd has no TLS; else give a cert= and key= that it knows",
+            "leave out cacert=, cert= and key= where etcd has no TLS; else give a cert= and key= that it accepts",
         )
     except TimeoutError:
         return f"{endpoint} does not answer", f"is the host up, and its firewall open? else correct {_GIVE}"
@@ -187,12 +187,12 @@ def _access(plan: RunPlan, config: EtcdConfig) -> Finding:
     if all(map(is_local, config.endpoints)):
         return ok("etcd-access", "only this host reaches it")
     if not is_open(config, _CONNECT_S):
-        return ok("etcd-access", "it asks for credentials, and takes these")
+        return ok("etcd-access", "it requires credentials and accepts these")
     if plan.has_key:
-        return ok("etcd-access", "whoever reaches it is let in; the run key keeps them out of the run's state")
+        return ok("etcd-access", "anyone who reaches it can connect; the run key protects the run's state")
     return fail(
         "etcd-access",
-        "whoever reaches it is let in, and could read and forge the state of the run",
+        "anyone who reaches it can read and forge the state of the run",
         "give all hosts one run key: `resilientctl keygen run.key`, then --rr-key-file run.key (here --key-file)",
     )
 
@@ -252,9 +252,9 @@ def _clock(config: EtcdConfig | None) -> Iterator[Finding]:
         else:
             yield warn("clock", f"{found}: the times in events and logs of the hosts do not fit together", remedy)
     elif (state := _clock_state()) == _TIME_ERROR:
-        yield warn("clock", "the kernel says that nobody keeps it right", remedy)
+        yield warn("clock", "the kernel reports that it is not synchronized", remedy)
     else:
-        kept = "kept right" if state >= 0 else "the kernel may not be asked who keeps it right"
+        kept = "kept right" if state >= 0 else "the kernel does not say whether it is synchronized"
         yield ok("clock", kept if skew_s is None else f"{kept}; within {_SKEW_S:g} s of etcd's")
 
 

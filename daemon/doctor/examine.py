@@ -77,7 +77,7 @@ class _Look:
         try:
             self._thread.start()
         except RuntimeError as error:
-            self._found = [fail(check.name, f"not looked at: {error}", "raise the limit of processes (ulimit -u)")]
+            self._found = [fail(check.name, f"not checked: {error}", "raise the limit of processes (ulimit -u)")]
 
     def findings(self, began_s: float) -> list[Finding]:
         if self._found is None:
@@ -91,4 +91,4 @@ class _Look:
             self._found = list(self._check.look())
         except Exception as error:  # noqa: BLE001 - the boundary between checks
             found = f"could not be looked at: {type(error).__name__}: {error}"
-            self._found = [fail(self._check.name, found, "this is an error of the doctor's: please report it")]
+            self._found = [fail(self._check.name, found, "this is a bug of the doctor: please report it")]

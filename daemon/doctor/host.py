@@ -146,7 +146,9 @@ def _memory(plan: RunPlan) -> Iterator[Finding]:
     elif wanted is not None and wanted > memory.available + ours:
         yield fail("memory", f"{found}; they take {shown(wanted)} ({plan.formula})", f"end what uses it, or {fewer}")
     elif memory.available < _LITTLE * memory.total:
-        yield warn("memory", f"only {found}", "end what uses it: the kernel kills whoever asks next")
+        yield warn(
+            "memory", f"only {found}", "end what uses it: the kernel kills the next process that asks for memory"
+        )
     elif wanted is None:
         yield ok("memory", f"{found}; --state-gb checks that they do")
     else:
@@ -258,8 +260,8 @@ def _gpus(plan: RunPlan) -> Iterator[Finding]:
         )
         return
     except ValueError:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        yield fail("gpus", f"{len(devices)} GPU(s), and torch cannot be imported: {last}", "install torch anew")
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        yield fail("gpus", f"{len(devices)} GPU(s), and torch cannot be imported: {last}", "reinstall torch")
         return
     found = f"{len(devices)} GPU(s), of which torch sees {seen['gpus']}"
     if seen["cuda"] is None:
@@ -276,7 +278,7 @@ def _gpus(plan: RunPlan) -> Iterator[Finding]:
             "pip install 'numba-cuda>=0.20' 'numpy<2.5'",
             "step() waits for the copy of the state to the host",
         ),
-        ("pynvml", "pip install 'nvidia-ml-py>=12.535'", "GPUs that break are not noticed"),
+        ("pynvml", "pip install 'nvidia-ml-py>=12.535'", "GPU failures are not detected"),
     ):
         if find_spec(module) is None:
             yield warn("gpu-extras", f"{module} is not installed: {why}", remedy)

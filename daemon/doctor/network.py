@@ -50,7 +50,7 @@ def _host_name(plan: RunPlan) -> Iterator[Finding]:
         yield warn(
             "host-name",
             f"{found} on this host, where others do not reach Gloo",
-            f"put '{_shown_address(plan)} {name}' in the place of that line in /etc/hosts, or set GLOO_SOCKET_IFNAME",
+            f"put '{_shown_address(plan)} {name}' instead of that line in /etc/hosts, or set GLOO_SOCKET_IFNAME",
         )
     else:
         yield ok("host-name", found)
@@ -92,8 +92,8 @@ def _ports(plan: RunPlan, ports: range) -> Iterator[Finding]:
                 taken.append(port)
     shown = f"{ports[0]}" if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
     if len(taken) == len(ports):
-        remedy = f"`ss -ltnp` shows by whom; give others with --rr-port (as {ports[-1] + 1}-{ports[-1] + 10})"
-        yield fail("port", f"others have {'port' if len(ports) == 1 else 'all ports of'} {shown}", remedy)
+        remedy = f"`ss -ltnp` shows them; give others with --rr-port (as {ports[-1] + 1}-{ports[-1] + 10})"
+        yield fail("port", f"other processes use {'port' if len(ports) == 1 else 'all ports of'} {shown}", remedy)
     else:
         yield ok("port", f"{len(ports) - len(taken)} of {shown} free for the daemon")
 

@@ -20,12 +20,12 @@ _LATE_STEPS = 3
 _LEASE_S = 5.0
 
 _REMEDIES = {
-    "hang": "look at the ranks that it names (py-spy dump); what takes that long belongs into Checkpointer.pause()",
+    "hang": "look at the ranks that it names (py-spy dump); put what takes that long into Checkpointer.pause()",
     "peer_unreachable": "open TCP between the two hosts (--rr-port), or restart that daemon; its log says more",
     "memory": "end what uses the memory, or use fewer replicas (--rr-replicas)",
     "disk": "make room there",
     "tmpfs": "remove what else is in it, or enlarge it (mount -o remount,size=…)",
-    "load": "end what else wants the CPUs",
+    "load": "end other processes that use the CPUs",
     "gpu": "see `nvidia-smi -q` and the driver's messages in `dmesg`; a GPU that stays broken has to be replaced",
     "replication_slow": "a faster network, or replication.max_every: docs/operations/memory.md#when-replicas-travel",
     "corruption": "a rank computes wrongly: take the host that is blamed out of the run, and test it",

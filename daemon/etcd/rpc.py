@@ -164,7 +164,7 @@ class EtcdConnection:
                 raise self.failed(member, error) from error
             if not all(map(is_unix, self.config.endpoints)):
                 raise EtcdAuthError(
-                    f"etcd at {self.config.where} asks nobody for a password: enable its authentication "
+                    f"etcd at {self.config.where} requires no password: enable its authentication "
                     f"(etcdctl auth enable), or leave out RESILIENT_ETCD_USER and user="
                 ) from error
             self._token = None
@@ -182,8 +182,8 @@ class EtcdConnection:
             return self.unavailable(member, details)
         if _mentions(error, _FULL_DETAILS):
             return EtcdUnavailable(
-                f"etcd at {where} has no space left ({details}): let it forget old changes (etcdctl compact, defrag, "
-                "alarm disarm), and start it with --auto-compaction-retention=5m"
+                f"etcd at {where} has no space left ({details}): make space (etcdctl compact, defrag, alarm "
+                "disarm), and start it with --auto-compaction-retention=5m"
             )
         if error.code() in _REFUSED or _mentions(error, _REFUSED_DETAILS):
             user = "without a user" if self.config.user is None else f"as user {self.config.user!r}"

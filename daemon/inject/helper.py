@@ -110,7 +110,7 @@ class FillRoom(Record):
     def what(self) -> str:
         """Return what will happen."""
         if not os.access(self.directory, os.W_OK | os.X_OK):
-            raise DaemonError(f"{self.directory} is no directory that uid {os.geteuid()} can write to")
+            raise DaemonError(f"{self.directory} is not a directory that uid {os.geteuid()} can write to")
         return f"{self._needed_bytes()} bytes of {self.directory} taken for {self.duration_s:g} s"
 
     def strike(self) -> None:

@@ -214,7 +214,7 @@ async def _connect(host: str, address: tuple[str, int], identity: Identity) -> S
         try:
             found = await sock.handshake()
         except ssl.SSLCertVerificationError as error:
-            raise DaemonError(f"whoever answers there is not of this run, or has another run key: {error}") from error
+            raise DaemonError(f"what answers there belongs to another run, or has another run key: {error}") from error
         except (ssl.SSLError, ConnectionError) as error:
             raise DaemonError(f"it ended the handshake, and its log says why: {error}") from error
         if found != host:

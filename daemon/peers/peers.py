@@ -145,7 +145,7 @@ class PeerServer:
         # Before its first turn a task that is cancelled closes nothing.
         task.add_done_callback(lambda _: sock.close())
         if (turned_out := self._unproven.add(task, source)) is not None:
-            log.warning("ending a handshake: others want to prove themselves, too")
+            log.warning("ending a handshake, to make room for others")
             turned_out.cancel()
 
     async def _serve(self, plain: socket.socket, job: PeerJob, identity: Identity, hello: wire.Message) -> None:
@@ -161,7 +161,7 @@ class PeerServer:
         except ConnectionError as error:
             log.info("peer %s is gone: %s", where, error)
         except (WireError, DaemonError, OSError) as error:
-            log.warning("closing the connection of peer %s: %s", where, error or "it does not read, or says nothing")
+            log.warning("closing the connection of peer %s: %s", where, error or "it does not read, or sends nothing")
         finally:
             if sock is not None:
                 sock.close()
@@ -243,7 +243,7 @@ async def _prove(sock: SecureSocket, hello: wire.Message) -> str:
             f"it has the certificate of host {host}, and says hello as {str(again.get('host'))[:_SHOWN]!r}"
         )
     if again is None:
-        raise WireError("it said nothing after the handshake")
+        raise WireError("it sent nothing after the handshake")
     return host
 
 
@@ -274,7 +274,7 @@ def _where(sock: socket.socket) -> str:
     try:
         return "{}:{}".format(*sock.getpeername()[:2])
     except OSError:
-        return "that has gone"
+        return "unknown address"
 
 
 async def _send_range(

@@ -208,7 +208,9 @@ class TrainerTransport:
         try:
             header = parse_header(page, MAX_SLOT_BYTES)
         except SlotError as error:
-            raise DaemonError(f"a trainer announced to rank {receiver} what is no capture: {error}") from None
+            raise DaemonError(
+                f"a trainer announced to rank {receiver} something that is not a capture: {error}"
+            ) from None
         round_ = self.view.round
         if round_ is None or (header.run_id, header.generation) != (self.run_id, round_.generation):
             raise DaemonError(

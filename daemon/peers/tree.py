@@ -136,7 +136,7 @@ class ReportTree:
         try:
             await first(self._hear_reports(host, link, sock), self._push(host, link, sock))
         except TimeoutError as error:
-            raise ConnectionError(f"host {host} reports nothing any more") from error
+            raise ConnectionError(f"host {host} no longer reports") from error
         finally:
             if self._links.get(host) is link:
                 del self._links[host]
@@ -178,7 +178,7 @@ class ReportTree:
             await sock.send_message({"op": "report"})
             return await first(self._nearer(host), self._send_reports(host, sock), self._hear(host, sock))
         except (OSError, TimeoutError, WireError, DaemonError) as error:
-            log.info("the link to host %s has ended: %s", host, error or "it says nothing any more")
+            log.info("the link to host %s has ended: %s", host, error or "it sends nothing any more")
             self._avoided[host] = asyncio.get_running_loop().time() + _AVOIDED_S
             await asyncio.sleep(_RETRY_S)
             return None

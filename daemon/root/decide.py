@@ -200,7 +200,7 @@ def _notes(view: RootView, now_unix_s: float) -> list[Note]:
                 failure = replace(failure, began_step=view.round.began_step)
         fault, plan = _classify(view, failure)
         cause = failure.message or f"generation {generation} broke ({failure.kind})"
-        notes.append(Note(failure=failure, fault=fault, reason=f"{fault}: {cause}; {plan}"))
+        notes.append(Note(failure=failure, fault=fault, reason=f"{cause}; {plan}"))
     return notes
 
 
@@ -214,11 +214,11 @@ def _classify(view: RootView, failure: Failure) -> tuple[str, str]:
     if failure.kind not in _HARDWARE:
         return "planned", f"training goes on at {where}"
     if view.watermark is None:
-        return "hardware failure", "nothing is committed yet, training begins anew"
+        return "hardware failure", "nothing is committed yet, training starts over"
     live = view.daemons & frozenset(view.members) - {failure.host}
     if unheld := view.unheld(live):
-        return "hardware failure", f"case 2: no live host reports rank {unheld[0]} at {where}"
-    return "hardware failure", f"case 1: peers hold {where} of every rank"
+        return "hardware failure", f"no live host reports rank {unheld[0]} at {where}"
+    return "hardware failure", f"peers hold {where} of every rank"
 
 
 def _crash_loop(view: RootView, policy: RootPolicy) -> Stop | None:
@@ -482,8 +482,8 @@ def _surplus(
     provided = [(request, request.answer) for request in reversed(answered) if request.answer in spare]
     mended = [(request, request.host) for request in answered if request.host in spare]
     request, host = (*provided, *mended, (answered[0], spare[-1]))[0]
-    reason = f"{len(spare)} standby(s) are ready and {policy.standbys} wanted: host {host} is given back"
-    quarantine = Quarantine(since_unix_s=now_unix_s, until_unix_s=now_unix_s + _LEAVING_S, reason="it is given back")
+    reason = f"{len(spare)} standby(s) are ready and {policy.standbys} wanted: host {host} is released"
+    quarantine = Quarantine(since_unix_s=now_unix_s, until_unix_s=now_unix_s + _LEAVING_S, reason="it is released")
     return Release(request=request, host=host, quarantine=quarantine, reason=reason)
 
 

@@ -64,7 +64,7 @@ class Mirror:
         self.ignored[key] = f"{key}: {error}"
         if self._told.get(key) != str(error):
             self._told[key] = str(error)
-            log.error("%s counts as nothing: %s", key, error)
+            log.error("ignoring %s: %s", key, error)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return what `key` says, `default` where it is absent or damaged."""

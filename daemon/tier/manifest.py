@@ -78,7 +78,7 @@ class Persisted(Record):
         except (ValueError, RecursionError) as error:
             raise SlotError(f"it is not JSON: {error}") from error
         if not isinstance(value, dict) or value.get("version") != 1:
-            raise SlotError("it is no manifest that this release reads")
+            raise SlotError("it is not a manifest that this release reads")
         if "files" in value:
             raise SlotError("it is an import that an earlier release made: delete it, and import again")
         try:

@@ -86,7 +86,7 @@ class Persister:
         try:
             request = PersistRequest.parse(value)
         except DaemonError as error:
-            log.error("%s counts as nothing: %s", keys.PERSIST, error)
+            log.error("ignoring %s: %s", keys.PERSIST, error)
             return
         await self._take(request)
 
@@ -130,11 +130,11 @@ class Persister:
 
     async def refuse(self, pair: Pair, reason: str) -> None:
         """Take back the publication of `pair`, of which a file turned out to be damaged; etcd hears when it can."""
-        log.error("generation %d step %d is not taken for published any more: %s", *pair, reason)
+        log.error("generation %d step %d no longer counts as published: %s", *pair, reason)
         try:
             await call(self._tier, self._tier.refuse, pair)
         except TierError as error:
-            log.error("its manifest cannot be taken away: %s", error)
+            log.error("cannot remove its manifest: %s", error)
         self._refused.add(pair)
         self._view.notify()
 
@@ -143,7 +143,7 @@ class Persister:
         try:
             return (await call(self._tier, self._tier.manifest, pair)).world_size
         except (TierError, SlotError) as error:
-            log.warning("how many ranks captured generation %d step %d is not known: %s", *pair, error)
+            log.warning("cannot tell how many ranks captured generation %d step %d: %s", *pair, error)
             return None
 
     def describe(self) -> dict[str, Any]:
@@ -283,10 +283,10 @@ class Persister:
                 if entry is None or await etcd.commit({key: entry.revision}, {key: value}):
                     self._refused -= refused
             except DaemonError as error:
-                log.error("nothing can be taken out of what is published: %s", error)
+                log.error("cannot withdraw a published step: %s", error)
                 self._refused -= refused
             except EtcdUnavailable as error:
-                log.warning("etcd does not know yet that %s is not published: %s", sorted(refused), error)
+                log.warning("cannot tell etcd yet that %s is not published: %s", sorted(refused), error)
                 await asyncio.sleep(_RETRY_S)
 
     async def _answer_requests(self, etcd: Etcd) -> None:

@@ -94,7 +94,7 @@ class Publisher:
                     try:
                         self._see(key.removeprefix(self._prefix), entry)
                     except DaemonError as error:
-                        log.error("%s counts as nothing: %s", key, error)
+                        log.error("ignoring %s: %s", key, error)
                 self._view.notify()
 
     def _see(self, name: str, entry: Entry | None) -> None:
@@ -150,7 +150,7 @@ class Publisher:
         try:
             return await call(self._tier, self._tier.prune, self._policy.keep, requested)
         except TierError as error:
-            log.warning("not all that is superfluous is deleted in %s: %s", self._tier.shown, error)
+            log.warning("cannot delete all superfluous files in %s: %s", self._tier.shown, error)
             return []
 
     def is_settled(self, pair: Pair) -> bool:

@@ -217,7 +217,7 @@ class Tier:
         begins, count = [*self._begins.get((pair, rank), [len(_MAGIC)])], -(-used_bytes // FRAME_BYTES)
         with self._storage(f"read rank {rank} of {pair}"), self._open(pair, rank, what) as file:
             if file.read(len(_MAGIC)) != _MAGIC:
-                raise SlotError(f"{what} is no file of this format")
+                raise SlotError(f"{what} is not a file of this format")
             decompressor = zstandard.ZstdDecompressor()
             for number in sorted(wanted):
                 if number >= count:

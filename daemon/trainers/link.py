@@ -131,7 +131,9 @@ class LinkServer:
         if not self._service.is_guest(connection):
             return wire.MAX_FRAME_BYTES
         if (turned_out := self._guests.add(connection, connection.pid)) is not None:
-            log.warning("closing a connection of pid %d, which holds nothing open: others want in", turned_out.pid)
+            log.warning(
+                "closing a connection of pid %d, which has no job open, to make room for others", turned_out.pid
+            )
             turned_out.close()
         return _GUEST_FRAME_BYTES
 

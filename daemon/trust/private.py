@@ -89,12 +89,12 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise DaemonError(f"{path} is no file of uid {os.geteuid()}") from error
+            raise DaemonError(f"{path} is not a file of uid {os.geteuid()}") from error
         raise
     with open(descriptor, "rb", buffering=0) as file:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
-            raise DaemonError(f"{path} is no file of uid {os.geteuid()}")
+            raise DaemonError(f"{path} is not a file of uid {os.geteuid()}")
         yield file
 
 
@@ -168,9 +168,9 @@ def open_to_append(path: Path) -> int:
     about = os.fstat(descriptor)
     is_file, trouble = stat.S_ISREG(about.st_mode), ""
     if not (is_file or stat.S_ISFIFO(about.st_mode) or stat.S_ISCHR(about.st_mode)):
-        trouble = "is no file, pipe or terminal"
+        trouble = "is not a file, pipe or terminal"
     elif is_file and about.st_nlink > 1 and not linked:
-        trouble = "has more than one name"
+        trouble = "has several hard links"
     elif not (
         linked or stat.S_ISCHR(about.st_mode) or about.st_uid in trusted | ({place.st_uid} if is_file else set())
     ):
@@ -206,18 +206,18 @@ def read_secret(path: Path | str) -> str:
             others = 0o077 if found.st_uid == os.geteuid() else 0o027
             if not stat.S_ISREG(found.st_mode) or found.st_uid not in {0, os.geteuid()} or found.st_mode & others:
                 raise ValueError(
-                    f"{path} is not for you alone (uid {found.st_uid}, mode {stat.filemode(found.st_mode)}): "
-                    f"a secret's file is a regular one that belongs to you; chmod 600 {path}"
+                    f"{path} is accessible to others (uid {found.st_uid}, mode {stat.filemode(found.st_mode)}): "
+                    f"it must be a regular file of yours; chmod 600 {path}"
                 )
             content = file.read(_SECRET_BYTES + 1)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     if len(content) > _SECRET_BYTES:
-        raise ValueError(f"{path} is longer than {_SECRET_BYTES} bytes; a secret should be in it")
+        raise ValueError(f"{path} is longer than {_SECRET_BYTES} bytes; it must contain a secret")
     try:
         secret = content.decode().rstrip("\r\n")
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text in UTF-8; a secret should be in it") from None
+        raise ValueError(f"{path} is not text in UTF-8; it must contain a secret") from None
     if not secret:
-        raise ValueError(f"{path} is empty; a secret should be in it")
+        raise ValueError(f"{path} is empty; it must contain a secret")
     return secret

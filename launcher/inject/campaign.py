@@ -87,12 +87,12 @@ class Campaign:
         settings = {name: value for name, value in tables.items() if name != "kinds"}
         limits = Limits.parse(settings, where)
         if bool(limits.mtbf_s) == bool(limits.mtbf_steps):
-            raise DaemonError(f"{where}: say either mtbf_s or mtbf_steps")
+            raise DaemonError(f"{where}: give either mtbf_s or mtbf_steps")
         if not limits.faults and not (limits.duration_s and limits.mtbf_s):
-            raise DaemonError(f"{where}: say how many faults, or mtbf_s and duration_s")
+            raise DaemonError(f"{where}: give the number of faults, or mtbf_s and duration_s")
         entries = tables.get("kinds")
         if not isinstance(entries, list) or not entries:
-            raise DaemonError(f"{where}: say at least one kind, each as a table [[kinds]]")
+            raise DaemonError(f"{where}: give at least one kind, each as a table [[kinds]]")
         return cls(limits=limits, choices=tuple(_choice(entry, where) for entry in entries))
 
 
@@ -172,7 +172,7 @@ def _draw_kinds(campaign: Campaign, count: int, draw: random.Random) -> list[Cho
 
 def _choice(entry: Any, where: str) -> Choice:
     if not isinstance(entry, Mapping):
-        raise DaemonError(f"{where}: {entry!r} is no kind of a campaign: it has kind, weight and parameters")
+        raise DaemonError(f"{where}: {entry!r} is not a kind of fault: give a table with kind, weight and parameters")
     choice = Choice.parse(entry, f"{where}, kinds")
     value: dict[str, Any] = {"kind": choice.kind, "host": "any", "parameters": choice.parameters}
     kind = KINDS.get(choice.kind)

@@ -176,7 +176,7 @@ class Injection:
         revision = await self._revision()
         guards = {self._prefix + keys.JOB: revision}
         if not await self._etcd.commit(guards, {self._prefix + keys.ORDERS(number): order.to_value()}):
-            raise InjectionError(f"run {self._run_id!r} ended or began anew while a fault was ordered")
+            raise InjectionError(f"run {self._run_id!r} ended or started over while a fault was ordered")
         return number
 
     def check(self, hosts: Iterable[str]) -> None:

@@ -49,7 +49,7 @@ def parse_rate(text: str) -> int:
     match = _RATE.fullmatch(text.strip().lower())
     rate_bit_s = round(float(match[1]) * _RATE_UNITS[match[2]]) if match else 0
     if rate_bit_s < 1000:
-        raise NetLabError(f"{text!r} is no rate of at least 1kbit; write for example 200mbit")
+        raise NetLabError(f"{text!r} is not a rate of at least 1kbit; write for example 200mbit")
     return rate_bit_s
 
 
@@ -60,7 +60,7 @@ def check_name(name: str) -> str:
         NetLabError: It may not.
     """
     if _NAME.fullmatch(name) is None:
-        raise NetLabError(f"{name!r} is no name for a lab or host: it takes up to 20 of a-z and 0-9, a letter first")
+        raise NetLabError(f"{name!r} is not a name for a lab or host: use up to 20 of a-z and 0-9, a letter first")
     return name
 
 

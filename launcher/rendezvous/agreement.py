@@ -64,7 +64,7 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> En
         if entry is None:
             if not await _begin(etcd, run_id, prefix, terms) and await etcd.get(key) is None:
                 raise RendezvousStateError(
-                    f"etcd key {key} was removed while the run goes on; its launchers set it again: start this one then"
+                    f"etcd key {key} was removed during the run; start this one when the others have written it again"
                 )
             continue
         try:

@@ -54,7 +54,7 @@ class HostClaim:
             if self.host != machine:
                 log.warning("run %r has another launcher on %s; this one is host %s", run_id, machine, self.host)
             return
-        raise RendezvousStateError(f"run {run_id!r} has {_MOST} launchers on {machine} already")
+        raise RendezvousStateError(f"run {run_id!r} has {_MOST} launchers on {machine} already: end some")
 
     def release(self) -> None:
         """Let another launcher have the name."""
@@ -77,8 +77,8 @@ def machine_name(run_id: str) -> str:
         if not value.isprintable() or not value or any(character in value for character in wrong):
             told = " or ".join(map(repr, wrong))
             raise ValueError(
-                f"{name} is {value!r}; it names a key in etcd: it must be printable, and must not be empty or contain "
-                f"{told}"
+                f"{name} is {value!r}; it is part of an etcd key, so it must be printable, not empty, and "
+                f"without {told}"
             )
     return machine
 

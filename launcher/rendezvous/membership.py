@@ -295,7 +295,7 @@ class Membership:
     async def _look_again(self, view: View, after_s: float) -> None:
         """Take `view` as it is when the time to register again has passed without news."""
         absent = sorted(self._view.members.keys() - view.members.keys())
-        log.warning("etcd was away; giving %s %.1f s to register again", ", ".join(absent), after_s)
+        log.warning("etcd was unavailable; giving %s %.1f s to register again", ", ".join(absent), after_s)
         await asyncio.sleep(after_s)
         self._see(view)
 
@@ -426,7 +426,7 @@ class Membership:
         if job is None and (member := await self._etcd.get(self._key)) is not None:
             # While a launcher is in the run, nobody removes its keys or begins it anew: somebody took the job alone.
             if await self._etcd.commit({key: 0, self._key: member.revision}, {key: ours.value}):
-                log.warning("etcd key %s was removed while the run went on; it is there again", key)
+                log.warning("etcd key %s was removed during the run and is written again", key)
             job = await self._etcd.get(key)
         if job is None and self._seat_revision and self._closed is None:
             return False  # it misses the round in the mirror, which knows whether etcd lost its data
@@ -442,7 +442,7 @@ class Membership:
                 return False
             missed = self._gone()
             if now is not None and now.ended_generation == before.ended_generation:
-                missed = Closed(reason="it was started anew while this launcher was cut off", failed=True)
+                missed = Closed(reason="it was started again while this launcher was cut off", failed=True)
         self._closed = self._closed or missed
         self._on_change()
         return True

@@ -91,7 +91,7 @@ class RunLink:
         try:
             self._loop.run(report, patience_s)
         except (EtcdError, TimeoutError) as error:
-            log.warning("etcd did not take a report yet: %s", str(error) or f"no answer in {patience_s:g} s")
+            log.warning("cannot report to etcd yet: %s", str(error) or f"no answer in {patience_s:g} s")
 
     def leave(self) -> bool:
         """Give up the membership, disconnect, and tell whether etcd knows; only the first call does something."""
@@ -105,7 +105,7 @@ class RunLink:
             self._loop.run(self.membership.leave(), _LEAVE_S)
             return True
         except (EtcdError, TimeoutError) as error:
-            log.warning("left without telling etcd: %s", str(error) or f"no answer in {_LEAVE_S:g} s")
+            log.warning("left the run without telling etcd: %s", str(error) or f"no answer in {_LEAVE_S:g} s")
             return False
         finally:
             self._loop.stop()

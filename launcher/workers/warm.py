@@ -451,7 +451,7 @@ def _sources(args: Sequence[str]) -> Iterator[tuple[Path, bytes]]:
                 seen.add(candidate)
                 remaining.append(candidate)
         if count > _MAX_SOURCES or len(seen) > _MAX_CANDIDATES:
-            raise ColdStart(f"the program has more than {_MAX_SOURCES} modules of its own, too many to look through")
+            raise ColdStart(f"the program has more than {_MAX_SOURCES} modules of its own, too many to inspect")
 
 
 def _imported(path: Path, text: bytes, root: Path) -> Iterator[Path]:

@@ -100,7 +100,7 @@ def test_what_another_user_plants_is_not_written_to(
 def test_a_second_name_of_a_file_is_not_written_to(public: Path, victim: Path) -> None:
     """The kernel lets others make one where it does not protect hard links."""
     os.link(victim, public / "events.jsonl")
-    with pytest.raises(DaemonError, match="has more than one name"):
+    with pytest.raises(DaemonError, match="has several hard links"):
         open_to_append(public / "events.jsonl")
     assert victim.read_text() == OWN
 

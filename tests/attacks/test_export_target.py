@@ -61,7 +61,7 @@ def test_nothing_is_written_to_what_was_planted(
     to, home = make_public(tmp_path / "public") / "out", tmp_path / "home"
     home.mkdir(mode=0o700)
     assert as_mallory(lambda: plant(to, home)) == 0
-    assert f"{to} exists already, and is no empty directory of yours" in exported(tier, to, format_)
+    assert f"{to} exists already, and is not an empty directory of yours" in exported(tier, to, format_)
     # Nor does whoever comes after that look.
     slot = make_slot(tmp_path / "own", state(0), rank=0, world_size=1)
     with pytest.raises(FileExistsError):

@@ -114,7 +114,7 @@ def test_not_even_root_is_served_by_the_daemon_of_a_user(host: Host) -> None:
         ask(host.socket_path)
     done = resilientctl(host, "status")
     assert done.returncode == 1
-    assert "is no socket in a directory that only uid 0 can write to" in done.stderr
+    assert "is not a socket in a directory that only uid 0 can write to" in done.stderr
 
 
 # What another user put in place beforehand.
@@ -186,7 +186,7 @@ def test_a_socket_that_another_user_serves_hears_nothing(host: Host) -> None:
     os.kill(child, 9)
     os.waitpid(child, 0)
     assert answer.returncode == 1
-    assert "is no socket in a directory that only uid 0 can write to" in answer.stderr
+    assert "is not a socket in a directory that only uid 0 can write to" in answer.stderr
     assert [chunk.strip(b"-") for chunk in heard] == [b""]
 
 
@@ -232,7 +232,7 @@ def test_a_link_is_no_socket(host: Host, place: Path) -> None:
     env = {**os.environ, "RESILIENT_RUN_DIR": str(other), "RESILIENT_SHM_DIR": str(place / "none")}
     done = run_ctl(["status"], env)
     assert done.returncode == 1
-    assert "is no socket in a directory that only uid 0 can write to" in done.stderr
+    assert "is not a socket in a directory that only uid 0 can write to" in done.stderr
 
 
 def test_who_accepts_nobody_holds_nobody_up(host: Host) -> None:

@@ -157,7 +157,7 @@ LOOPS: tuple[Loop, ...] = (
         script="handled",
         in_ci=True,
     ),
-    Loop(name="unfreezing", about="the optimizer is made anew as parts are unfrozen", script="unfreezing"),
+    Loop(name="unfreezing", about="the optimizer is made again as parts are unfrozen", script="unfreezing"),
     Loop(name="ddp", about="DDP", script="distributed", arguments=("plain",), ranks=2),
     Loop(
         name="ddp-ema",
