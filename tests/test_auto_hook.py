@@ -139,4 +139,4 @@ def test_program_that_is_no_script_is_refused(cluster: Cluster) -> None:
     host = cluster.host("solo")
     host.launch(["--standalone", "--rr-auto", "--no-python"], ["/bin/true"])
     assert host.wait() == 2
-    assert "--rr-auto looks into a Python script, and with --no-python there is none" in host.output
+    assert "--rr-auto needs a Python script, and --no-python runs none" in host.output

@@ -89,7 +89,7 @@ def test_a_plan_becomes_orders_for_whoever_runs_the_rank() -> None:
         ({"kinds": [{"kind": "raise", "weight": 0}]}, "field 'weight' must be a number of at least"),
         ({"kinds": [{"kind": "raise", "parameters": {"a": 1}}]}, "raise: no setting 'a'"),
         ({"mtbf_s": 1}, "either mtbf_s or mtbf_steps"),
-        ({"faults": 0}, "how many faults"),
+        ({"faults": 0}, "give the number of faults"),
         ({"sed": 1}, "did you mean 'seed'"),
     ],
 )

@@ -149,7 +149,7 @@ def test_memory_sizes(text: str, size_bytes: int) -> None:
         (["--rr-memory=lots"], "'lots' is not a size: write a positive number"),
         (["--rr-memory=0G"], "'0G' is not a size"),
         (["--rr-memory=-1G"], "'-1G' is not a size"),
-        (["--rr-preload=a,b-c"], "'b-c' is not the name of a module: write names with commas"),
+        (["--rr-preload=a,b-c"], "'b-c' is not a module name: write names separated by commas"),
         (["--rr-replicas=0"], "0 is not in the range x>=1"),
         (["--rr-replicas=two"], "'two' is not a valid integer"),
         (["--rr-host-id=a/b"], "'a/b' must consist of letters"),

@@ -321,7 +321,7 @@ def test_only_states_of_the_same_kind_of_memory_are_loaded(make: Any) -> None:
         {**good, "kept": {"w": kept}} for kept in (None, [], good["kept"]["w"] * 2, [1, 2], [1], torch.ones(1, 3))
     ]
     for state in damaged:
-        with pytest.raises(CommError, match=f"no state of {memory.kind}; load one that this memory saved"):
+        with pytest.raises(CommError, match=f"not a state of {memory.kind}; load one that this memory saved"):
             memory.load_state_dict(state)
     assert str(memory.state_dict()) == str(before)
     memory.load_state_dict(good)

@@ -307,7 +307,7 @@ def test_an_etcd_that_lets_everybody_in(patient: Patient, tcp_etcd: EtcdProcess,
     report = patient.doctor("--etcd-endpoint", endpoint, prefix=prefix)
     report.says("etcd-access", "fail", found="anyone who reaches it can read and forge", remedy="resilientctl keygen")
     keyed = patient.doctor("--etcd-endpoint", endpoint, prefix=prefix, RESILIENT_KEY="k" * 64)
-    keyed.says("etcd-access", "ok", found="the run key keeps them out")
+    keyed.says("etcd-access", "ok", found="the run key protects the run's state")
 
 
 def test_an_etcd_that_may_forget(patient: Patient, tcp_etcd: EtcdProcess) -> None:

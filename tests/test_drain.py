@@ -13,11 +13,23 @@ from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 @pytest.mark.parametrize(
     ("host", "nnodes", "job", "waiting", "message"),
     [
-        ("c", (1, 3), {"elastic_s": 1.0}, "", "host c trains nothing in generation 1 of the run"),
-        ("b", (2, 3), {"elastic_s": 1.0}, "", "the run needs 2 hosts (--nnodes), and 1 would be left: start a standby"),
-        ("b", (1, 3), {}, "", "make no 2 ranks, which without --rr-elastic the run keeps: start a standby"),
-        ("b", (1, 3), {}, "c2", "make no 2 ranks, which without --rr-elastic the run keeps"),
-        ("b", (1, 3), {"elastic_s": 1.0, "sizes": [2, 4]}, "", "make no 2, 4 ranks, which --rr-sizes allows"),
+        ("c", (1, 3), {"elastic_s": 1.0}, "", "host c does not train in generation 1; check HOST"),
+        ("b", (2, 3), {"elastic_s": 1.0}, "", "the run needs 2 hosts (--nnodes), and 1 would remain: start a standby"),
+        (
+            "b",
+            (1, 3),
+            {},
+            "",
+            "the other hosts cannot make 2 ranks, which without --rr-elastic the run keeps: start a standby",
+        ),
+        ("b", (1, 3), {}, "c2", "the other hosts cannot make 2 ranks, which without --rr-elastic the run keeps"),
+        (
+            "b",
+            (1, 3),
+            {"elastic_s": 1.0, "sizes": [2, 4]},
+            "",
+            "the other hosts cannot make 2, 4 ranks, which --rr-sizes allows",
+        ),
         ("b", (1, 3), {}, "c1", None),
         ("b", (1, 3), {"elastic_s": 1.0, "sizes": [2, 4]}, "c1", None),
         ("b", (1, 3), {"elastic_s": 1.0}, "", None),

@@ -87,7 +87,7 @@ def test_success_that_etcd_did_not_hear_keeps_what_it_holds(cluster: Cluster, et
     hosts = [cluster.host("a")]
     codes, said, steps = run(hosts, etcd, STEPS, NO_ETCD)
     assert (codes, steps[0][-1]) == ([0], STEPS), said
-    assert "left without telling etcd" in said
+    assert "left the run without telling etcd" in said
     etcd.kill()
     etcd.start()
     codes, said, steps = run(hosts, etcd, STEPS + 4)

@@ -472,7 +472,7 @@ def test_refused_credentials(guarded: EtcdProcess, user: str | None, password: s
 
 def test_a_password_that_guards_nothing_is_refused(server: EtcdProcess, etcd_config: EtcdConfig, prefix: str) -> None:
     config = EtcdConfig(endpoints=(server.endpoint,), user="trainer", password="secret")
-    with pytest.raises(EtcdAuthError, match=r"asks nobody for a password.*etcdctl auth enable.*RESILIENT_ETCD_USER"):
+    with pytest.raises(EtcdAuthError, match=r"requires no password.*etcdctl auth enable.*RESILIENT_ETCD_USER"):
         with_etcd(config, lambda etcd: etcd.put(f"{prefix}a", {}))
     # The directory of a socket guards it.
     config = EtcdConfig(endpoints=etcd_config.endpoints, user="trainer", password="secret")
@@ -565,7 +565,7 @@ def test_parse_unix_endpoints() -> None:
     config = EtcdConfig.parse("unix:/run/etcd.sock, unix:///run/other.sock,unix:1", {})
     assert config.endpoints == ("unix:/run/etcd.sock", "unix:/run/other.sock", "unix:1")
     assert EtcdConfig.from_dict(config.to_dict()) == config
-    with pytest.raises(ValueError, match=r"unix:/run/a is not reached with TLS; leave out cacert="):
+    with pytest.raises(ValueError, match=r"unix:/run/a: a unix socket takes no TLS; omit cacert="):
         EtcdConfig.parse("unix:/run/a", {"cacert": "/ca.pem"})
     with pytest.raises(ValueError, match="at most 107 bytes"):
         EtcdConfig.parse("unix:/" + "a" * 107, {})
@@ -632,9 +632,9 @@ def test_unusable_password_files_are_named(tmp_path: Path) -> None:
         (tmp_path / "missing", "cannot read .*No such file"),
         (link, "is empty"),
         (empty, "is empty"),
-        (bytes_, "no text in UTF-8"),
-        (queue, "a regular one"),
-        (tmp_path, "cannot read|a regular one"),
+        (bytes_, "not text in UTF-8"),
+        (queue, "a regular file"),
+        (tmp_path, "cannot read|a regular file"),
     ]:
         with pytest.raises(ValueError, match=message):
             EtcdConfig.parse("a", {"user": "x", "passwordfile": str(path)})

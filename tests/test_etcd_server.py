@@ -209,7 +209,10 @@ def test_missing_etcd_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_missing_place_is_named(monkeypatch: pytest.MonkeyPatch, parents: tuple[Path, Path]) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(parents[1] / "gone"))
-    with pytest.raises(EtcdServerError, match=r"needs a directory in .*/gone: No such file"), EmbeddedEtcd():
+    with (
+        pytest.raises(EtcdServerError, match=r"cannot create a directory for etcd in .*/gone: No such file"),
+        EmbeddedEtcd(),
+    ):
         pass
     assert left(parents) == []
 

@@ -285,5 +285,5 @@ def test_ranks_of_a_host_are_summed_first_where_torchrun_says_who_they_are() -> 
 
 @pytest.mark.usefixtures("alone")
 def test_ranks_that_fill_no_host_are_refused() -> None:
-    with pytest.raises(CommError, match="no multiple of 2 per host"):
+    with pytest.raises(CommError, match="not a multiple of 2 per host"):
         register(DistributedDataParallel(nn.Linear(2, 2)), ranks_per_host=2)

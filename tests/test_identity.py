@@ -132,7 +132,7 @@ def test_a_key_that_was_made_can_be_used(tmp_path: Path) -> None:
     [
         (lambda path: path.write_text("x" * 31), r"has 31 characters, fewer than 32: .*resilientctl keygen"),
         (lambda path: path.write_text(f"{KEY}\n{KEY}"), "is not one line"),
-        (lambda path: path.write_bytes(b"\xff" * 40), "is no text"),
+        (lambda path: path.write_bytes(b"\xff" * 40), "is not text"),
         (lambda path: path.write_text("x" * 4097), "longer than 4096 bytes"),
         (lambda path: (path.write_text(KEY), path.chmod(0o640)), r"accessible to others .*-rw-r-----.*chmod 600"),
         (lambda path: (path.write_text(KEY), path.chmod(0o602)), "accessible to others"),

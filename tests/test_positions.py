@@ -283,7 +283,7 @@ def test_another_number_of_ranks_is_refused_where_what_is_left_is_not_known() ->
         ResumableLoader(DataLoader(range(103), batch_size=4, shuffle=True)).reshard(states, 0, 3)
     next(iterators[0])
     ahead = states | {0: deepcopy(loaders[0].state_dict())}
-    with pytest.raises(StateError, match="has given each rank as many batches"):
+    with pytest.raises(StateError, match="as many batches on each rank"):
         other.reshard(ahead, 0, 3)
     for iterator in iterators:
         assert list(iterator)

@@ -80,7 +80,7 @@ def test_after_close_nothing_is_protected(run: Run) -> None:
     run.ckpt.close()
     reason = "it is closed: nothing is kept"
     assert run.ckpt.protected == Protection(steps_at_risk=1, seconds_at_risk=0.0, reason=reason)
-    with pytest.warns(RuntimeWarning, match="closed: no more checkpoints are kept") as warned:
+    with pytest.warns(RuntimeWarning, match=r"after close\(\): no more checkpoints are kept") as warned:
         run.train(3, step_s=0.1)
     assert len(warned) == 1
     assert warned[0].filename == __file__

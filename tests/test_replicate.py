@@ -145,7 +145,7 @@ def test_a_new_model_goes_on_from_the_state() -> None:
     other.load_state_dict(state)
     found = gradients(fresh)
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
-    with pytest.raises(CommError, match="no state of error feedback; load one that this memory saved"):
+    with pytest.raises(CommError, match="not a state of error feedback; load one that this memory saved"):
         other.load_state_dict({"scheme": "spardl"})
 
 

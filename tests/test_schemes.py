@@ -363,9 +363,9 @@ def test_ranks_with_other_dtypes_or_shapes_of_one_size_are_told() -> None:
     [
         ({"route": "ring"}, "zen knows no route 'ring'"),
         ({"partition": "even"}, "zen knows no partition 'even'"),
-        ({"rows": 16}, "rows 16 are no numbers of elements"),
-        ({"rows": (16, 0)}, "are no numbers of elements"),
-        ({"profile_steps": -1}, "profile_steps -1 is no whole number"),
+        ({"rows": 16}, "rows 16 are not numbers of elements"),
+        ({"rows": (16, 0)}, "are not numbers of elements"),
+        ({"profile_steps": -1}, "profile_steps -1 is not a whole number"),
         ({"seed": 1 << 70}, "is not a whole number from 0"),
     ],
 )

@@ -42,7 +42,7 @@ class EtcdConfig:
             if path is not None and not os.path.isabs(path):
                 raise ValueError(f"the TLS file {path!r} must be given by an absolute path")
         if self.tls and any(is_unix(endpoint) for endpoint in self.endpoints):
-            raise ValueError(f"etcd at {self.where} is a unix socket without TLS; omit cacert=, cert= and key=")
+            raise ValueError(f"etcd at {self.where}: a unix socket takes no TLS; omit cacert=, cert= and key=")
 
     @classmethod
     def parse(cls, endpoint: str, options: Mapping[str, str]) -> Self:

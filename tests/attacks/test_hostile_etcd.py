@@ -135,5 +135,5 @@ def test_a_password_beside_a_certificate_guards_nothing_either(
     shown = config(pki, unguarded.endpoint, user="trainer", password="secret")
     if not certificate:
         shown = EtcdConfig(endpoints=shown.endpoints, user="trainer", password="secret", cacert=shown.cacert)
-    with pytest.raises(EtcdAuthError, match=r"asks nobody for a password.*etcdctl auth enable"):
+    with pytest.raises(EtcdAuthError, match=r"requires no password.*etcdctl auth enable"):
         asyncio.run(Etcd.connect(shown))

@@ -373,7 +373,7 @@ def test_who_writes_etcd_cannot_be_a_host(hosts: Hosts) -> None:
         for trainer in trainers:
             trainer.capture(2)
         wait_until(lambda: len(heard) > 1, timeout_s=30, what="a daemon that calls the attacker")
-        wait_until(lambda: "is not of this run" in hosts["b"].log, timeout_s=30, what=lambda: hosts["b"].log)
+        wait_until(lambda: "belongs to another run" in hosts["b"].log, timeout_s=30, what=lambda: hosts["b"].log)
         assert (1, 2) not in hosts["b"].held().get(0, set()), "nothing was delivered"
         over.set()
         listener.shutdown(socket.SHUT_RDWR)
