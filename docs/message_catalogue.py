@@ -5,6 +5,7 @@ python docs/message_catalogue.py
 
 import ast
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ TROUBLE: Final = PAGE.with_name("troubleshooting.md")
 _HEAD: Final = """# Messages
 
 Every message that the programs print, log or raise. Search for a part without names and numbers, which are `…` here.
-The message says what to do. Where [troubleshooting](troubleshooting.md) says more, there is a link.
+Most messages say what to do. The last column does for others, or links to [troubleshooting](troubleshooting.md).
 
 *Reasons* are parts of other messages: they follow a colon, or stand in brackets."""
 
@@ -41,6 +42,9 @@ _REASON: Final = "reason"
 _NO_MESSAGES: Final = {"help", "short_help", "metavar", "epilog", "description", "match"}
 _INNER: Final = {"AssertionError", "AttributeError", "ModuleNotFoundError", "SystemExit"}
 """Exceptions that no message of ours explains: bugs, and what Python itself expects."""
+
+EXPLAINED: Final[dict[str, str]] = tomllib.loads(PAGE.with_suffix(".toml").read_text())
+"""What messages do not say themselves: why they are there, and what to do."""
 
 _FENCE: Final = re.compile(r"^(`{3,}|~{3,}).*?^\1[ \t]*$", re.M | re.S)
 _VARIES: Final = re.compile(r"…|'[^']*'|/\S+|\d[\d.]*|[:;()=]|, or ")
@@ -72,7 +76,11 @@ def messages() -> list[Message]:
         if file != "daemon/exporter/metrics.py":  # help texts of metrics
             for text, kind in _texts(ast.parse(path.read_text()), _REASON):
                 words = [word for word in text.split() if re.search("[A-Za-z]{2}", word)]
-                if len(words) >= (3 if kind == _REASON else 2) and not re.match("import |from |.*%[(]", text):
+                if (
+                    " " in text
+                    and len(words) >= (3 if kind == _REASON else 1)
+                    and not re.match("import |from |.*%[(]", text)
+                ):
                     found.add(Message(text, kind, file))
     return sorted(found)
 
@@ -93,10 +101,10 @@ def _texts(node: ast.AST, kind: str) -> Iterator[tuple[str, str]]:
             kind = _REASON
         case ast.Call(called):
             name = ast.unparse(called)
-            if name.startswith("log."):
-                if name == "log.debug":
+            if logged := re.fullmatch(r"_?log\.(\w+)", name):
+                if logged[1] == "debug":
                     return
-                kind = _LEVELS.get(name.removeprefix("log."), kind)
+                kind = _LEVELS.get(logged[1], kind)
             kind = _OUTPUT.get(name, kind)
             if name.startswith("click.") and name.endswith(("Exception", "UsageError", "BadParameter")):
                 kind = name.removeprefix("click.")
@@ -160,22 +168,26 @@ def page() -> str:
     for message in messages():
         section = next(name for name, files in _SECTIONS.items() if message.file.startswith(files))
         sections[section][message.text].add(message.kind)
+    unknown = EXPLAINED.keys() - {message.text for message in messages()}
+    assert not unknown, f"no longer in the source: {unknown}"
     lines = [_HEAD]
     for section in _ORDER:
         said = sorted(sections[section].items(), key=lambda item: (re.sub(r"^[\W_]+", "", item[0]).casefold(), item[0]))
-        for title, chosen in (
-            (section, [(text, kinds - {_REASON}) for text, kinds in said if kinds != {_REASON}]),
-            (f"{section}: reasons", [(text, set[str]()) for text, kinds in said if kinds == {_REASON}]),
-        ):
-            lines += ["", f"## {title}", "", "| message | kind |", "|---|---|"]
-            for text, kinds in chosen:
-                links = {heading for heading, part in explained if part in text.replace("`", "")}
-                shown = [
-                    *sorted(kinds),
-                    *(f"[{heading}](troubleshooting.md#{_slug(heading)})" for heading in sorted(links)),
-                ]
-                lines.append(f"| {_code(text)} | {', '.join(shown)} |")
+        lines += ["", f"## {section}", "", "| message | kind | more |", "|---|---|---|"]
+        lines += [
+            f"| {_code(text)} | {', '.join(sorted(kinds - {_REASON}))} | {_more(text, explained)} |"
+            for text, kinds in said
+            if kinds != {_REASON}
+        ]
+        lines += ["", f"## {section}: reasons", "", "| part of a message | more |", "|---|---|"]
+        lines += [f"| {_code(text)} | {_more(text, explained)} |" for text, kinds in said if kinds == {_REASON}]
     return "\n".join(lines) + "\n"
+
+
+def _more(text: str, explained: list[tuple[str, str]]) -> str:
+    links = sorted({heading for heading, part in explained if part in text.replace("`", "")})
+    found = [EXPLAINED.get(text, ""), *(f"[{heading}](troubleshooting.md#{_slug(heading)})" for heading in links)]
+    return " ".join(found).strip()
 
 
 def _slug(heading: str) -> str:

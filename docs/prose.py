@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from message_catalogue import PAGE, ROOT, messages
+from message_catalogue import EXPLAINED, PAGE, ROOT, messages
 
 LONGEST_WORDS: Final = 32
 """Of a sentence, or of a part of it between colons and semicolons."""
@@ -64,9 +64,10 @@ def findings() -> Iterator[str]:
     for page in pages():
         for number, sentence in sentences(page.read_text()):
             yield from wrong(f"{page.relative_to(ROOT)}:{number}", sentence)
-    for message in messages():
-        for _, sentence in sentences(message.text):
-            yield from wrong(message.file, sentence)
+    said = [(message.file, message.text) for message in messages()]
+    for place, text in [*said, *(("docs/messages.toml", text) for text in EXPLAINED.values())]:
+        for _, sentence in sentences(text):
+            yield from wrong(place, sentence)
 
 
 def wrong(place: str, sentence: str) -> Iterator[str]:
