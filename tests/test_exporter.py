@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.daemon.ctl.exporter import _password
 from resilient_run.daemon.exporter import server as server_module
+from resilient_run.daemon.exporter.history import History
 from resilient_run.daemon.exporter.metrics import _run
 from resilient_run.daemon.exporter.server import ExporterServer
 from resilient_run.daemon.run.recoveries import Recoveries
@@ -153,9 +155,55 @@ def test_a_browser_shows_a_recovery(host: Host, tmp_path: Path) -> None:
         told = ("resilient_recoveries_total", "worker_exit")
         wait_until(lambda: exporter.metrics().get(told), timeout_s=30, what="the recovery", host=host)
         page = rendered(exporter.url, tmp_path / "browser")
-    assert f"{event['steps_lost']} step(s) lost" in page
+    assert f"{event['steps_lost']} step{'' if event['steps_lost'] == 1 else 's'} lost" in page
     assert event["cause"] in page
     assert 'title="restore ' in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_the_page_draws_steps_and_failures(tmp_path: Path) -> None:
+    """Here from an answer of its own, so that there is a past."""
+    began_unix_s = time.time() - 3600
+    recovery = {"unix_s": began_unix_s + 1800, "cause": "rank 1 was killed", "generation": 2, "complete": True}
+    protection = {"protected": True, "steps_at_risk": 1, "reason": ""}
+    job = {
+        "run_id": "drawn", "host": "a", "generation": 2, "world_size": 1, "own_ranks": [0], "bytes": 0, "failure": None,
+        "hosts": ["a"], "holders": [], "observations": [], "protection": protection,
+        "root": {"host": "a", "quarantines": {}, "decisions": []}, "replication": {"every": 1, "iteration_s": 1.0},
+        "goodput": {"failures": [{**recovery, "down_s": 1.0, "steps_lost": 1}], "effective_ratio": 1.0, "count": 1},
+    }  # fmt: skip
+
+    def at(step: int) -> dict[str, Any]:
+        now = {**job, "last_steps": {"0": step}, "watermark": {"generation": 2, "step": step - 1}}
+        return {"jobs": [now], "used_bytes": 0, "limit_bytes": 1}
+
+    with ExporterServer(("127.0.0.1", 0), lambda: at(400), password=None) as server:
+        server._history.add_to(at(100), began_unix_s)
+        server._history.add_to(at(300), began_unix_s + 1700)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = rendered(f"http://127.0.0.1:{server.server_address[1]}/", tmp_path / "browser")
+        server.shutdown()
+    assert "<h1>resilient-run</h1>" in page
+    assert re.search(r'class="step" d="M0\.0 99\.7L47\d\.\d 33\.\dL', page)  # 99 to 400 steps
+    assert re.search(r'<line class="lost" x1="(?:499|500)\.\d".*?><title>.*?: rank 1 was killed</title>', page)
+    assert "step 400" in page
+    assert "step 99, " in page
+
+
+def test_a_history_covers_days_with_few_points() -> None:
+    history, job = History(), {"run_id": "r", "generation": 1, "watermark": None, "last_steps": {}}
+    for second in range(100_000):
+        history.add_to({"jobs": [job]}, float(second))
+    points = job["history"]
+    assert len(points) <= 240
+    assert points[0] == [0.0, None, None]
+    gaps = {after[0] - before[0] for before, after in itertools.pairwise(points)}
+    assert len(points) > 100
+    assert max(gaps) <= 100_000 / 100
+    history.add_to({"jobs": [{**job, "run_id": "other"}]}, 1e6)
+    again = {**job, "last_steps": {"0": 7}, "watermark": {"generation": 1, "step": 6}}
+    history.add_to({"jobs": [again]}, 2e6)
+    assert again["history"] == [[2e6, 7, 6]], "a run that went is forgotten"
 
 
 def test_a_killed_worker_is_in_the_metrics(host: Host) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ssl
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -51,7 +52,8 @@ def exporter(
 ) -> None:
     """Serve what `status` shows: /metrics for Prometheus, /healthz, and a page for people at /.
 
-    It asks the daemon of this host for each answer, and runs until it is killed. The daemon may come and go.
+    It asks the daemon of this host for each answer and every 10 s, and runs until it is killed. The daemon may
+    come and go.
     """
     if (password_file is None) is not is_open:
         raise click.UsageError(
@@ -77,6 +79,7 @@ def exporter(
     host, port = server.server_address[:2]
     shown = f"[{host!s}]" if ":" in str(host) else str(host)
     click.echo(f"listening on http{'s' if tls else ''}://{shown}:{port}")
+    threading.Thread(target=server.watch, daemon=True).start()
     with server, contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
 

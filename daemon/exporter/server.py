@@ -20,11 +20,13 @@ from typing import Any, Final
 
 from resilient_run.ckpt.errors import DaemonError, WireError
 
+from .history import History
 from .metrics import CONTENT_TYPE, exposition
 
 _PATIENCE_S: Final = 10.0
 _CROWD: Final = 32
 _HEALTH_S: Final = 1.0
+_WATCH_S: Final = 10.0
 _JSON: Final = "application/json"
 _HOST: Final = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[0-9A-Za-z.-]+))(?::[0-9]*)?")
 
@@ -56,6 +58,7 @@ class ExporterServer(http.server.ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._room = threading.BoundedSemaphore(_CROWD)
         self._health_lock = threading.Lock()
+        self._history, self._history_lock = History(), threading.Lock()
         self._health, self._health_until_s = (HTTPStatus.OK, b""), -math.inf
         super().__init__(address, _RequestHandler)
         if tls is not None:
@@ -70,11 +73,20 @@ class ExporterServer(http.server.ThreadingHTTPServer):
             return self._health
 
     def status(self) -> tuple[dict[str, Any] | None, str]:
-        """Return the daemon's status, None if it gives none, and why."""
+        """Return the daemon's status with the history of its runs, None if it gives none, and why."""
         try:
-            return self.ask(), ""
+            status = self.ask()
+            with self._history_lock:
+                self._history.add_to(status, time.time())
+            return status, ""
         except (OSError, WireError, DaemonError) as error:
             return None, str(error) or type(error).__name__
+
+    def watch(self) -> None:
+        """Look every 10 s, for ever, so that the page has a past when somebody opens it."""
+        while True:
+            self.status()
+            time.sleep(_WATCH_S)
 
     def _look(self) -> tuple[HTTPStatus, bytes]:
         status, _ = self.status()
