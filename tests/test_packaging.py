@@ -117,6 +117,11 @@ def test_wheel_declares_types_and_license(wheel: Path, distribution: Distributio
     assert "Apache License" in license_text
 
 
+def test_citation_has_the_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_entry_points_resolve(wheel: Path, distribution: Distribution) -> None:
     values = {point.name: point.value for point in distribution.entry_points}
     assert values.keys() == {
