@@ -452,7 +452,7 @@ class ResilientAgent(LocalElasticAgent):
         if not self._decision:
             step = 0 if self._recovered_at is None else self._recovered_at["step"]
             self._verdict = f"; {self._stalled - 1} recoveries in a row committed nothing after step {step}"
-            log.error("%s%s: no restart cures this", cause, self._verdict)
+            log.error("%s%s: a restart does not help", cause, self._verdict)
         return self._decision
 
     def _refuses(self, status: Mapping[str, Any], cause: str, exited: tuple[int, int] | None = None) -> bool:
@@ -462,7 +462,7 @@ class ResilientAgent(LocalElasticAgent):
         if refused is None and not self._is_final:
             return False
         self._decided_generation, self._decision = self._rdzv.generation, False
-        self._verdict = "; no restart cures this" + ("" if self._told else f": {refused}")
+        self._verdict = "; a restart does not help" + ("" if self._told else f": {refused}")
         self._remaining_restarts = 0
         if not self._told:  # else it is shown at the end
             log.error("%s%s", cause, self._verdict)

@@ -89,7 +89,7 @@ class RunConfig:
                     param_hint=option,
                 )
         if params["rr_sizes"] and params["rr_elastic"] is None:
-            why = "it goes with --rr-elastic SECONDS, without which the number of ranks stays as it is"
+            why = "it needs --rr-elastic SECONDS: without it, the number of ranks is fixed"
             raise click.BadParameter(why, param_hint="--rr-sizes")
         return cls(
             run_dir=settings.run_dir,

@@ -404,7 +404,7 @@ def workers() -> DataLoader[Any]:
         (lambda: {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs"),
         (lambda: {"data": workers()}, "persistent_workers=True"),
         (lambda: {"kind": makes}, r"Makes\.made changes in training"),
-        (lambda: {"kind": saves}, r"what on_save_checkpoint\(\) of the module adds"),
+        (lambda: {"kind": saves}, r"checkpoints here lack what the module's on_save_checkpoint\(\) adds"),
         (lambda: {"data": DataLoader(Drawing(), 4)}, "Drawing draws from the random generators"),
     ],
     ids=["option", "loader", "attribute", "file", "stream"],

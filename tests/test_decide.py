@@ -461,8 +461,8 @@ def test_newcomers_answer_the_oldest_requests() -> None:
     view = standing("de", requests=(late, request(answer="s"), request()))
     came = decide(view, TWO, NOW_S)
     assert came.actions == (
-        Answered(request=late, host="d", reason="host d came upon the request for another host in place of b"),
-        Answered(request=request(), host="e", reason="host e came upon that for a standby"),
+        Answered(request=late, host="d", reason="host d came in place of host b, as requested"),
+        Answered(request=request(), host="e", reason="host e came as the standby requested"),
     )
     _, puts = transaction(view, came, NOW_S)
     assert [item["answer"] for item in puts["root/requests"]["requests"]] == ["d", "s", "e"]

@@ -370,7 +370,7 @@ def test_a_daemon_that_was_killed(hosts: Hosts, tmp_path: Path) -> None:
     hosts["a"].start()
     hosts["a"].kill()
     report = patient_of(hosts["a"], tmp_path).doctor()
-    report.says("daemon", "warn", found="is left of one that was killed", remedy="the next launcher starts one")
+    report.says("daemon", "warn", found="was left by a killed daemon", remedy="the next launcher starts one")
 
 
 def test_a_daemon_that_stands_still(hosts: Hosts, tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_a_daemon_that_stands_still(hosts: Hosts, tmp_path: Path) -> None:
         report = patient_of(hosts["a"], tmp_path).doctor()
     finally:
         hosts["a"].process.send_signal(signal.SIGCONT)
-    report.says("daemon", "fail", found="nobody answers there", remedy="kill -CONT")
+    report.says("daemon", "fail", found="does not answer within", remedy="kill -CONT")
 
 
 NEWER = """
@@ -511,6 +511,6 @@ def test_everything_hangs_at_once(hosts: Hosts, tmp_path: Path) -> None:
             report = patient_of(hosts["a"], tmp_path).doctor("--etcd-endpoint", f"{endpoint},{other}")
     finally:
         hosts["a"].process.send_signal(signal.SIGCONT)
-    report.says("daemon", "fail", found="nobody answers there")
+    report.says("daemon", "fail", found="does not answer within")
     assert len(report.of("etcd-reachable")) == 2
     report.says("memory", "ok", found="available")

@@ -112,7 +112,7 @@ def test_same_failure_twice_ends_the_run(cluster: Cluster, etcd_endpoint: str, m
 def test_same_failure_a_step_further_each_time_ends_the_run(cluster: Cluster, etcd_endpoint: str) -> None:
     hosts = launch(cluster, etcd_endpoint, "ab", "creep")
     assert [host.wait() for host in hosts] == [1, 1]
-    assert "training failed 5 times at steps 1 to 5 in the same way, so no restart cures this" in hosts[0].output
+    assert "training failed 5 times at steps 1 to 5 in the same way, so a restart does not help" in hosts[0].output
     assert re.search(r"the last time: rank \d \(pid \d+\) on host [ab] exited with code 1", hosts[0].output)
     assert 5 <= generations(hosts[0])[-1] <= 12
 

@@ -381,7 +381,7 @@ def test_crash_loop_closes_the_run(hosts: Hosts) -> None:
     hosts.form_round(3, "a")
     closed = wait_until(lambda: keys(hosts, "rdzv/closed"), timeout_s=WAIT_S, what=lambda: f"the end\n{hosts['a'].log}")
     assert closed["rdzv/closed"].value == {
-        "reason": "training failed 2 times at step 0 in the same way, so no restart cures this; the last time: "
+        "reason": "training failed 2 times at step 0 in the same way, so a restart does not help; the last time: "
         "rank 0 exited with code 1",
         "failed": True,
     }

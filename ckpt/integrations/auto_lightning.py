@@ -132,6 +132,6 @@ def _refuse_files(module: Any) -> None:
     base = framework("lightning.pytorch", _REQUIREMENT).LightningModule
     if type(module).on_save_checkpoint is not base.on_save_checkpoint:
         raise StateError(
-            "what on_save_checkpoint() of the module adds to a file is in no checkpoint here; give it to a "
+            "checkpoints here lack what the module's on_save_checkpoint() adds to a file; give it to a "
             "ResilientCallback in the script"
         )

@@ -347,7 +347,7 @@ def refuse(trainer: Any) -> None:
     _refuse_callbacks(trainer.callbacks, lightning.Callback)
     if type(trainer.lightning_module).on_save_checkpoint is not lightning.LightningModule.on_save_checkpoint:
         warnings.warn(
-            "what on_save_checkpoint() of the module adds to a file is in no checkpoint here. If training depends on "
+            "checkpoints here lack what the module's on_save_checkpoint() adds to a file. If training depends on "
             "it, give ResilientCallback(name=object) an object with state_dict() that has it",
             RuntimeWarning,
             stacklevel=2,

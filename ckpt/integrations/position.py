@@ -262,7 +262,7 @@ class _Draws(Iterator[Any]):
             if self._strict and self._drawn > 1 and not self._lost and not _same(now, get_rng()):
                 self._lose(
                     f"{type(self._loader.dataset).__qualname__} draws from the random generators of the process while "
-                    "it is read, in between training: nobody can read the same again. Give it a generator of its own, "
+                    "it is read, in between training: the same cannot be read again. Give it a generator of its own, "
                     "seeded where its iterator begins, or read it in a worker (num_workers=1)"
                 )
         if batch is _END:

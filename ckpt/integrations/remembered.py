@@ -41,7 +41,7 @@ _KEPT_ELEMENTS: Final = 4096
 _OBJECTS: Final = 20_000
 _ARRAY_BYTES: Final = 1 << 16
 _COST: Final = 0.01
-_TOO_MANY: Final = f"the script holds more than {_OBJECTS} objects, and no look can compare them all"
+_TOO_MANY: Final = f"the script holds more than {_OBJECTS} objects, too many to compare"
 _FRAMEWORKS: Final = frozenset({"builtins", "torch", "transformers", "lightning", "resilient_run"})
 _REPEATED: Final = tuple(
     f"lightning.pytorch.callbacks.{name}" for name in ("weight_averaging", "stochastic_weight_avg")

@@ -223,7 +223,9 @@ class TrainingState:
             isinstance(item, torch.nn.Module) or type(item).__module__.partition(".")[0] == "torch"
             for item in self.objects.values()
         ):
-            raise StateError(f"{self.order.unkept} is in no registered object: no checkpoint would have it. {REMEDY}")
+            raise StateError(
+                f"{self.order.unkept} is in no registered object, so no checkpoint would have it. {REMEDY}"
+            )
 
     def topology(self, flat: Flattener, world_size: int) -> int:
         """Return the fingerprint of the world size and of the shapes of the device meshes that `flat` uses."""

@@ -80,7 +80,7 @@ class Edge:
         """
         rank = 0 if env.rank == owner else 1
         if env.store is None:
-            raise WireError("trainers have no store to meet in: MASTER_ADDR and MASTER_PORT are not set")
+            raise WireError("trainers cannot find a store: MASTER_ADDR and MASTER_PORT are not set")
         client = TCPStore(*env.store, is_master=False, wait_for_workers=False, timeout=_OPEN)
         store = PrefixStore(f"resilient-run/{env.generation}/{owner}>{receiver}/", client)
         group: Any = distributed.ProcessGroupGloo(PrefixStore("gloo/", store), rank, 2, _OPEN)

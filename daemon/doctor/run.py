@@ -56,7 +56,7 @@ def _daemon(plan: RunPlan) -> Iterator[Finding]:
         yield fail("daemon", str(error), "choose directories of your own (RESILIENT_RUN_DIR, RESILIENT_SHM_DIR)")
         return
     except (TimeoutError, BlockingIOError):
-        found = f"{address} is open, and nobody answers there within {_ANSWER_S:g} s (pid {server_pid(address)})"
+        found = f"{address} accepts connections, but does not answer within {_ANSWER_S:g} s (pid {server_pid(address)})"
         yield fail("daemon", found, f"kill -CONT it, if it was stopped; else {where}, and kill it: another one starts")
         return
     except (OSError, CheckpointError) as error:
@@ -92,7 +92,7 @@ def _no_daemon(settings: Settings, plan: RunPlan) -> Iterator[Finding]:
 
 def _stale(settings: Settings, where: str) -> Iterator[Finding]:
     """A daemon that ends takes its socket along."""
-    found = f"{settings.address()} is left of one that was killed, and nobody serves it"
+    found = f"{settings.address()} was left by a killed daemon, and nothing serves it"
     if settings.is_service:
         yield fail("daemon", found, f"systemctl start resilientd@USER; {where}")
     else:
@@ -127,7 +127,7 @@ def _run(before: _Job, job: _Job, where: str) -> Iterator[Finding]:
         yield warn(
             "run",
             f"{run} has no launcher: its slots are kept for a while",
-            "start it again with the same --rdzv-id, or `resilientctl gc` removes what nobody waits for",
+            "start it again with the same --rdzv-id, or `resilientctl gc` removes its slots",
         )
         return
     missing = sorted(set(job["own_ranks"]) - set(job["attached_ranks"]))
@@ -146,7 +146,7 @@ def _run(before: _Job, job: _Job, where: str) -> Iterator[Finding]:
     for host, quarantine in sorted(job["root"]["quarantines"].items()):
         if (left_s := quarantine["until_unix_s"] - time.time()) > 0:
             found = f"{run}: host {host} is avoided for another {left_s:.0f} s: {quarantine['reason']}"
-            yield warn("quarantine", found, f"look at host {host}, and keep a standby meanwhile")
+            yield warn("quarantine", found, f"check host {host}, and keep a standby until then")
     for seen in job.get("observations", []):
         if seen["severity"] != "info":
             level = fail if seen["severity"] == "fail" else warn
@@ -159,7 +159,7 @@ def _etcd(run: str, job: _Job) -> Iterator[Finding]:
     silent_s = job.get("etcd_silent_s")
     again = f"see `resilientctl doctor --etcd-endpoint {job['etcd']}`"
     if silent_s is None:
-        yield fail("etcd-lease", f"{run}: etcd at {job['etcd']} has never confirmed that this daemon lives", again)
+        yield fail("etcd-lease", f"{run}: etcd at {job['etcd']} has never confirmed this daemon's lease", again)
     elif silent_s > _LEASE_S:
         yield fail("etcd-lease", f"{run}: etcd at {job['etcd']} has been silent for {silent_s:.0f} s", again)
     else:

@@ -88,14 +88,14 @@ class SlowInterface(Record):
 def _check(interface: str, *, force: bool) -> None:
     """Make sure that a fault may strike the interface: by itself only a veth without the default route."""
     if not has_capability(os.getpid(), _CAP_NET_ADMIN):
-        raise DaemonError(f"interface {interface} cannot be struck without CAP_NET_ADMIN")
+        raise DaemonError(f"changing interface {interface} needs CAP_NET_ADMIN")
     found = json.loads(_run("ip", "-json", "-details", "link", "show", "dev", interface))
     kind = found[0].get("linkinfo", {}).get("info_kind", "none")
     routes = json.loads(_run("ip", "-json", "route", "show", "default", "dev", interface) or "[]")
     if force or (kind == "veth" and not routes):
         return
     reason = "has the default route" if routes else f"is of kind {kind!r}, not a veth of a laboratory"
-    raise DaemonError(f"interface {interface} {reason}: give force=true if it is to be struck all the same")
+    raise DaemonError(f"interface {interface} {reason}: give force=true to change it all the same")
 
 
 def _bucket(interface: str) -> dict[str, Any] | None:

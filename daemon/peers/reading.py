@@ -147,7 +147,7 @@ class SlotReader:
             late, again, tried = loop.time() > deadline, False, list[str]()
             for name in self._order(wanted.rank, pair):
                 if name in wanted.avoid:
-                    tried.append(f"{name}: what it has is damaged")
+                    tried.append(f"{name}: its copy is damaged")
                     continue
                 if self._tier is not None and name == self._tier.name and again and not late:
                     continue

@@ -247,7 +247,7 @@ def _crash_loop(view: RootView, policy: RootPolicy) -> Stop | None:
         return None
     where = f"step {first}" if first == reached else f"steps {first} to {reached}"
     return Stop(
-        reason=f"training failed {count} times at {where} in the same way, so no restart cures this; the "
+        reason=f"training failed {count} times at {where} in the same way, so a restart does not help; the "
         f"last time: {last.message or last.kind}"
     )
 
@@ -437,8 +437,8 @@ def _answers(view: RootView) -> list[Answered]:
         new = sorted(view.members.keys() - {*request.known, *came})
         if not request.answer and new:
             came.add(new[0])
-            what = f"the request for another host in place of {request.host}" if request.host else "that for a standby"
-            found.append(Answered(request=request, host=new[0], reason=f"host {new[0]} came upon {what}"))
+            what = f"in place of host {request.host}, as requested" if request.host else "as the standby requested"
+            found.append(Answered(request=request, host=new[0], reason=f"host {new[0]} came {what}"))
     return found
 
 

@@ -455,7 +455,7 @@ class Membership:
                     await write()
                     return
                 except (EtcdUnavailable, EtcdAuthError) as error:
-                    impatience.tell("%s; going on when it takes what this launcher reports", error)
+                    impatience.tell("%s; going on when etcd accepts this launcher's reports", error)
                     await asyncio.sleep(_RETRY_S)
 
         # The caller may stop waiting; the write must not stop with it.
