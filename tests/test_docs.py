@@ -138,6 +138,16 @@ def test_the_site_builds(tmp_path: Path) -> None:
     }
 
 
+def test_every_error_of_the_log_says_what_to_do(script: Callable[[str], Any]) -> None:
+    """In a second part of the message, on the page of messages, or in troubleshooting."""
+    catalogue = script("message_catalogue")
+    parts = [part for _, quote in catalogue.quoted(catalogue.TROUBLE) for part in catalogue.fixed_parts(quote)]
+    errors = [message.text for message in catalogue.messages() if message.kind == "error"]
+    assert len(errors) > 20
+    unsaid = [text for text in errors if not re.search(r"[:;] [a-z]", text) and text not in catalogue.EXPLAINED]
+    assert [text for text in unsaid if not any(part in text for part in parts)] == []
+
+
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
