@@ -411,7 +411,7 @@ def cut(directory: Path) -> None:
     [
         (cut, "__0_0.distcp is cut short"),
         (lambda directory: (directory / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-        (lambda directory: (directory / ".metadata").unlink(), "no DCP checkpoint"),
+        (lambda directory: (directory / ".metadata").unlink(), "not a DCP checkpoint"),
         (lambda directory: (directory / ".metadata").write_bytes(b"\x80"), ".metadata cannot be read"),
         (
             lambda directory: (directory / "__0_0.distcp").write_bytes(

@@ -134,7 +134,7 @@ def test_who_looks_into_the_data_after_a_restore_is_told() -> None:
     again.load_state_dict(state)
     assert next(iter(again)) == 1
     with pytest.warns(
-        RuntimeWarning, match=r"no step was completed with it: the epoch starts over\. Look into the data"
+        RuntimeWarning, match=r"no step was completed with it: the epoch starts over\. Read data before"
     ):
         assert next(iter(again)) == 0
     again.load_state_dict(state)
