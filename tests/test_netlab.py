@@ -226,7 +226,7 @@ def test_rates(text: str, rate_bit_s: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "200", "200mb", "-1mbit", "0mbit", "1bit", "mbit", "1e9bit"])
 def test_what_is_no_rate(text: str) -> None:
-    with pytest.raises(NetLabError, match="no rate"):
+    with pytest.raises(NetLabError, match="not a rate"):
         lab_state.parse_rate(text)
 
 
