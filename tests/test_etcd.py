@@ -616,7 +616,7 @@ def test_password_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     options = {"user": "trainer", "passwordfile": str(file)}
     assert EtcdConfig.parse("a", options).password == " ä,=x "
     file.chmod(0o640)
-    with pytest.raises(ValueError, match=rf"{file} is accessible to others .*-rw-r-----.*chmod 600"):
+    with pytest.raises(ValueError, match=rf"{file} is not private .*-rw-r-----.*chmod 600"):
         EtcdConfig.parse("a", options)
 
 

@@ -421,7 +421,7 @@ def test_a_name_that_is_no_text_hides_nothing() -> None:
         pytest.param(["--open", "--certificate", "x", "--private-key", "y"], "cannot use certificate x", id="no file"),
         pytest.param(["--password-file", "{here}/none"], "cannot read {here}/none", id="no password"),
         pytest.param(["--password-file", "{here}/short"], "must have 16 printable characters", id="short"),
-        pytest.param(["--password-file", "{here}/shared"], "is accessible to others", id="others read it"),
+        pytest.param(["--password-file", "{here}/shared"], "is not private", id="others read it"),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, options: list[str], message: str) -> None:

@@ -133,9 +133,7 @@ def test_who_looks_into_the_data_after_a_restore_is_told() -> None:
     again = ResumableLoader(DataLoader(list(range(8))))
     again.load_state_dict(state)
     assert next(iter(again)) == 1
-    with pytest.warns(
-        RuntimeWarning, match=r"no step was completed with it: the epoch starts over\. Read data before"
-    ):
+    with pytest.warns(RuntimeWarning, match=r"no step was completed with it: the epoch starts over\. Read data before"):
         assert next(iter(again)) == 0
     again.load_state_dict(state)
     assert list(again) == [torch.tensor([number]) for number in range(1, 8)]

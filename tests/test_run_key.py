@@ -140,7 +140,7 @@ def test_a_key_of_the_host_is_made_once_and_is_its_users_alone(monkeypatch: pyte
     assert [path.name for path in (tmp_path / "own").iterdir()] == ["host.key"]
     assert (tmp_path / "own" / "host.key").stat().st_mode & 0o077 == 0
     (tmp_path / "own" / "host.key").chmod(0o604)
-    with pytest.raises(DaemonError, match=r"no key for the runs of this host: .*accessible to others.*--rr-key-file"):
+    with pytest.raises(DaemonError, match=r"no key for the runs of this host: .*not private.*--rr-key-file"):
         secret.host_key()
 
 

@@ -206,7 +206,7 @@ def read_secret(path: Path | str) -> str:
             others = 0o077 if found.st_uid == os.geteuid() else 0o027
             if not stat.S_ISREG(found.st_mode) or found.st_uid not in {0, os.geteuid()} or found.st_mode & others:
                 raise ValueError(
-                    f"{path} is accessible to others (uid {found.st_uid}, mode {stat.filemode(found.st_mode)}): "
+                    f"{path} is not private (uid {found.st_uid}, mode {stat.filemode(found.st_mode)}): "
                     f"it must be a regular file of yours; chmod 600 {path}"
                 )
             content = file.read(_SECRET_BYTES + 1)
