@@ -20,5 +20,5 @@ class Share(click.FloatRange):
         """
         share = float(super().convert(value, param, ctx))
         if math.isnan(share):
-            self.fail("nan is no share.", param, ctx)
+            self.fail("nan is not a share.", param, ctx)
         return share
