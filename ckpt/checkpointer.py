@@ -59,13 +59,12 @@ class Checkpointer:
                 ckpt.step(n + 1)
         ```
 
-    What is on the host may change at any time. On GPUs, parameters should only be read between `step()` and the next
-    step of a torch optimizer, or that capture is given up. Without a daemon (plain `python` or `torchrun`) nothing is
-    kept, and a warning says so.
+    Values on the CPU may change at any time. On GPUs, parameters should only be read between `step()` and the next
+    step of a torch optimizer, or that capture is discarded. Without a daemon (plain `python` or `torchrun`) a warning
+    says that nothing is kept, and `restore()` returns 0.
 
-    Attributes:
-        values: The plain values that were registered: part of every capture, and what `restore()` updates, in place
-            where that can be (`values.py`).
+    Make one per process: a second one keeps nothing and warns. Register the objects of all phases of a script with
+    one, or give each phase a run id.
     """
 
     def __init__(self, *, rng: bool = True, **objects: Any) -> None:
@@ -73,8 +72,9 @@ class Checkpointer:
 
         Args:
             rng: Whether the random number generators of Python, numpy and torch are part of the state.
-            objects: By name, objects with `state_dict` and `load_state_dict`, lists, tuples and dicts of them, and
-                plain values (numbers, strings, tensors, arrays, and containers of them).
+            objects: By name, objects with `state_dict` and `load_state_dict`, lists, tuples and dicts of them
+                (`optimizers=[g, d]` become "optimizers.0" and "optimizers.1"; a None is skipped), and plain values
+                (numbers, strings, tensors, arrays, and containers of them).
 
         Raises:
             StateError: The state holds something that cannot be captured, or lacks what an optimizer trains.
@@ -114,12 +114,15 @@ class Checkpointer:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The plain values, by name; assign items to change them."""
+        """The plain values that were registered, by name; assign to items to change them.
+
+        They are captured at every step. `restore()` fills lists, dicts, tensors and arrays in place.
+        """
         return self._state.values
 
     @property
     def stats(self) -> CaptureStats:
-        """What captures cost so far."""
+        """What captures have cost this rank so far."""
         return CaptureStats() if self._capturer is None else self._capturer.stats
 
     @property
@@ -129,17 +132,21 @@ class Checkpointer:
 
     @property
     def every(self) -> int:
-        """Of how many steps one is captured: 1, unless the network is not idle long enough for that."""
+        """At most one of this many steps is captured: 1, or up to `replication.max_every` on a busy network."""
         return 1 if self._pace is None else self._pace.every
 
     @property
     def watermark(self) -> Pair | None:
-        """The newest committed generation and step, or None."""
+        """The newest committed generation and step that this rank knows of, or None."""
         return None if self._capturer is None else self._capturer.watermark
 
     @property
     def protected(self) -> Protection:
-        """Whether a failure now would cost little: true if so, else with the reason; and how many steps are at risk."""
+        """Whether a failure now would cost little, and how many steps are at risk.
+
+        False with more than 3 steps at risk, or with 2 for more than 30 s; after `close()`; and in a forked child.
+        Rank 0 also logs changes.
+        """
         if self._pace is None:
             return Protection(
                 steps_at_risk=self._step, seconds_at_risk=0.0, reason="there is no daemon: nothing is kept"
@@ -153,7 +160,10 @@ class Checkpointer:
 
     @property
     def planned_step(self) -> int:
-        """The completed steps that `restore()` continues from, known before it; 0 if there is nothing to restore."""
+        """The completed steps that `restore()` will return, known before it; 0 if there is nothing to restore.
+
+        A script that has read 0 may leave `restore()` out.
+        """
         self._knows_plan = True
         return 0 if self._plan is None else self._plan[1]
 
@@ -161,14 +171,15 @@ class Checkpointer:
     def planned_world(self) -> int:
         """How many ranks made what `restore()` continues from; 0 if there is nothing to restore, or it is an import.
 
-        A script that keeps its global batch when ranks come or go divides it by the ranks that there are, and has what
-        it counts in samples or steps of the optimizer from before.
+        A script that keeps its global batch when ranks come or go divides it by the ranks that there are now.
         """
         self._knows_world = True
         return self._made_by
 
     def replace(self, **objects: Any) -> None:
-        """Keep other objects from the next `step()` on, under names that are registered: an optimizer made anew.
+        """Keep other objects from the next `step()` on, under registered names: a new optimizer for unfrozen layers.
+
+        After a restart, build the objects as they were at `planned_step`, call `replace()`, then `restore()`.
 
         Raises:
             StateError: There is no object of that name, or what replaces it is none; nothing was replaced.
@@ -179,9 +190,12 @@ class Checkpointer:
     def restore(self) -> int:
         """Load the state that all ranks agreed to continue from, and return its number of completed steps, 0 if none.
 
-        What other ranks than there are now have made is put together and shared out anew: tensors with shards
-        (DTensor) by where the objects have theirs, what all ranks had alike as it is. An object in which ranks differ
-        needs a method `reshard(states, rank, world_size)`, which returns what `load_state_dict` is to get, from what
+        Call it once, before the first step. A run that begins with an import gets its contents; rank 0 warns about what
+        the import lacks.
+
+        A state that another number of ranks made is shared out anew: shards of DTensors by where the objects have
+        theirs, and what was the same on all ranks as it is. An object that differs between ranks needs a method
+        `reshard(states, rank, world_size)`, which returns what `load_state_dict` gets; `states` has what
         `state_dict()` returned on each rank.
 
         Raises:
@@ -217,7 +231,9 @@ class Checkpointer:
         link.notify("restored", step=self._step, seconds=time.monotonic() - started_s)
 
     def step(self, n: int | None = None) -> None:
-        """Record that `n` steps are completed (default: one more than before), and begin to capture the state.
+        """Declare `n` optimizer steps completed (default: one more than before), and begin to capture the state.
+
+        Call it on every rank, after `optimizer.step()`. The first call waits until the daemon has allocated the slots.
 
         Raises:
             TypeError: `n` is no integer.
@@ -294,9 +310,10 @@ class Checkpointer:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def pause(self, limit_s: float | None = None) -> AbstractContextManager[None]:
-        """Return a context in which no rank of the run counts as hung: this one does something long, as an evaluation.
+        """Return a context in which no rank of the run counts as hung, for long work such as an evaluation.
 
-        Every rank may pause, or one while others wait for it. A process that is stopped counts as hung all the same.
+        Every rank may pause, or one while others wait for it. A stopped process counts as hung all the same. Of nested
+        pauses, the outermost counts. A pause outlives the daemon.
 
         Args:
             limit_s: Seconds after which this rank counts as hung after all, None for never.
@@ -320,7 +337,11 @@ class Checkpointer:
         return self._capturer.wait(timeout_s)
 
     def close(self) -> None:
-        """Let a capture under way end, and detach; also done at the end of the process. A second call does nothing."""
+        """Wait for a capture in progress, and detach; also done at exit and at the end of a `with` block.
+
+        Call it before minutes of work after the last step, or use `pause()`: an attached rank that makes no steps
+        counts as hung. The first `step()` afterwards warns; a second `close()` does nothing.
+        """
         if self._capturer is None or os.getpid() != self._pid:
             return
         self._closed = True

@@ -186,7 +186,10 @@ class ItemReader(StorageReader):
 
 
 class MemoryReader(ItemReader):
-    """Reads what all ranks agreed to continue from, out of this rank's own slot, until the first save."""
+    """Reads what all ranks agreed to continue from, out of this rank's own slot.
+
+    It may load as often as you like before the first save, in the world size and sharding of the save.
+    """
 
     def __init__(self, memory: MemoryTier) -> None:
         """Read from `memory`."""
@@ -194,7 +197,7 @@ class MemoryReader(ItemReader):
 
 
 class MemoryWriter(StorageWriter, AsyncStager):
-    """Keeps one step; `dcp.save` returns when it is committed. Make a new one for each save.
+    """Keeps one step; `dcp.save` returns when it is committed (`DaemonError` after 600 s). Each save needs a new one.
 
     With `dcp.async_save` it is the stager too: the state is copied to memory of this host (page-locked if it is on a
     GPU) before `async_save` returns, and training goes on while that is moved to the slot and committed. Wait for its

@@ -119,7 +119,7 @@ def _exit_row(name: str, values: str = "", *, meaning: str) -> _Row:
 def _cell(text: str) -> str:
     """Return `text` so that nothing in it is Markdown but what stands between backticks."""
     parts = " ".join(text.split()).split("`")
-    parts[::2] = [re.sub(r"([|<*_])", r"\\\1", part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"([|*_])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
     return "`".join(parts)
 
 

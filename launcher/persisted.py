@@ -8,7 +8,10 @@ from resilient_run.daemon.tier.tier import Tier
 
 
 class PersistedReader(ItemReader):
-    """Reads a published step of a run; needs no daemon, only access to the target. A rank reads what it loads."""
+    """Reads a published step of a run, into any world size; a storage reader for `dcp.load`.
+
+    It needs no daemon, only access to the target, and also works under `torchrun`. Every rank reads what it loads.
+    """
 
     def __init__(self, target: str, run_id: str, *, step: int | None = None) -> None:
         """Read `step`, or the newest one, of the run `run_id` from the directory or fsspec URL `target`."""
