@@ -1,9 +1,8 @@
 """Loops of frameworks whose number of ranks changes twice in an epoch: each sample of it is trained once."""
 
-import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ class Run:
         self._arguments = ["--nnodes", "1:3", "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--rr-elastic", "1"]
         self._arguments += ["--local-addr", "127.0.0.1", "--rdzv-endpoint", endpoint, "--rdzv-id", root.name]
         self.hosts: dict[str, Host] = {}
+        self.lost: set[str] = set()
         self.open(0)
 
     def open(self, step: int) -> None:
@@ -58,6 +58,16 @@ class Run:
             assert line["rank"] not in found.setdefault(line["step"], {})
             found[line["step"]][line["rank"]] = line["had"]
         return {step: [of_ranks[rank] for rank in sorted(of_ranks)] for step, of_ranks in sorted(found.items())}
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Wait until something is true, or a launcher has ended."""
+
+        def has_ended() -> bool:
+            launchers = [host.launcher for name, host in self.hosts.items() if name not in self.lost]
+            return any(launcher is not None and launcher.poll() is not None for launcher in launchers)
+
+        wait_until(lambda: condition() or has_ended(), timeout_s=200, what=self.output)
+        assert condition(), self.output()
 
     def close(self) -> None:
         self._cluster.close()
@@ -91,15 +101,13 @@ def test_each_sample_of_an_epoch_is_trained_once(run: Run, request: pytest.Fixtu
     run.launch("ab")
     for until, names in SIZES[:-1]:
         run.open(until)
-        wait_until(
-            lambda until=until, names=names: len(run.steps().get(until, ())) == len(names),
-            timeout_s=200,
-            what=lambda until=until: f"step {until}\n{run.steps()}\n{run.output()}",
-        )
+        run.wait(lambda until=until, names=names: len(run.steps().get(until, ())) == len(names))
         if names == "ab":
+            run.lost.add("b")
             run.hosts["b"].lose()
     run.launch("bc")
-    wait_until(lambda: len(run.said("restored")) >= 6, timeout_s=200, what=run.output)
+    run.lost.clear()
+    run.wait(lambda: len(run.said("restored")) >= 6)
     run.open(100)
     for host in run.hosts.values():
         assert host.wait(200) == 0, run.output()

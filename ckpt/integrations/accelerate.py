@@ -191,10 +191,9 @@ class PreparedLoader:
         self._prepared.iteration = state["iteration"]
         self._positioned.go_to(state)
 
-    @property
-    def batches(self) -> int | None:
-        """How many batches the epoch of the position has; None where no other number of ranks has begun it."""
-        batches: int | None = self._positioned.batches
+    def batches(self, at: Mapping[str, Any] | None) -> int | None:
+        """Return how many batches the epoch of a position has; None if no other number of ranks has begun it."""
+        batches: int | None = self._positioned.batches(at)
         return batches
 
     def reshard(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
@@ -246,7 +245,7 @@ class _ShardedLoader(PositionedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         at = self.position()["at"] if self.pending else None
-        if at is not None and (at["finished"] or self.batches == self.given):
+        if at is not None and (at["finished"] or self.batches(at) == self.given):
             # Of an iterator that gives nothing it does not count the iteration.
             self._prepared.iteration += 1
         # Where it goes on, those are over.

@@ -82,7 +82,9 @@ class PositionedLoader:
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        draws = None if self._draws is None else self._draws()
+        batches = self.batches(self._pending if draws is None else draws.gone)
+        return len(self.loader) if batches is None else batches
 
     def __iter__(self) -> Iterator[Any]:
         at, self._pending = self._pending, None
@@ -140,10 +142,8 @@ class PositionedLoader:
         """Which share of the data this loader gives."""
         return share_of(self.loader)
 
-    @property
-    def batches(self) -> int | None:
-        """How many batches the epoch of the position has; None where no other number of ranks has begun it."""
-        at = self.position()["at"]
+    def batches(self, at: Mapping[str, Any] | None) -> int | None:
+        """Return how many batches the epoch of a position has; None if no other number of ranks has begun it."""
         return batches_in_epoch(self.loader, at, self.share) if at is not None and at.get("skipped") else None
 
     def reshard(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
@@ -210,6 +210,7 @@ class _Draws(Iterator[Any]):
 
     Attributes:
         ended: How many epochs of any loader have come to their end.
+        gone: What ranks of another number had of this epoch.
     """
 
     ended: ClassVar[int] = 0
@@ -217,7 +218,7 @@ class _Draws(Iterator[Any]):
     def __init__(self, loader: Any, share: Share, *, strict: bool) -> None:
         self._loader = loader
         self._share = share
-        self._gone: dict[str, Any] = {}
+        self.gone: dict[str, Any] = {}
         self._by_index = not isinstance(loader.dataset, IterableDataset)
         # Random numbers drawn in between those of training cannot be drawn again without it.
         self._strict = (strict or not self._by_index) and not loader.num_workers
@@ -245,8 +246,7 @@ class _Draws(Iterator[Any]):
         self._made_generators = at["made_generators"]
         self._target = at
         _set_generators(self._loader, self._made_generators)
-        # What ranks of another number had of this epoch.
-        self._gone = {name: at[name] for name in ("skipped", "given", "order") if name in at}
+        self.gone = {name: at[name] for name in ("skipped", "given", "order") if name in at}
         left = rest(self._loader, at, self._share) if at.get("skipped") else None
         set_rng(self._made)
         self._iterator = self._make(left)
@@ -272,7 +272,7 @@ class _Draws(Iterator[Any]):
             "finished": self._finished,
             "seen": self._seen.hexdigest(),
             "share": self._share,
-            **self._gone,
+            **self.gone,
         }
 
     def __next__(self) -> Any:

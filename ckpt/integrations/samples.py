@@ -119,7 +119,7 @@ def batches_in_epoch(loader: Any, at: Mapping[str, Any], share: Share) -> int:
     dealing = _dealing(loader, share)
     sampler = dealing.sampler
     order = range(len(sampler.dataset if type(sampler) is DistributedSampler else sampler))
-    left = [] if at["finished"] else dealing.deal(order, at["skipped"], share)
+    left = [] if at.get("finished") else dealing.deal(order, at["skipped"], share)
     return int(at.get("given", 0)) + sum(1 for _ in left)
 
 

@@ -16,7 +16,7 @@ from ..checkpointer import Checkpointer
 from ..errors import StateError
 from ..state.state import get_rng, set_rng
 from .accelerate import PreparedLoader
-from .common import AfterRestore, framework, replaced, warn_of_buckets
+from .common import AfterRestore, alike, framework, replaced, warn_of_buckets
 from .deepspeed import EngineState
 from .remembered import Attributes, own_modules
 
@@ -43,6 +43,11 @@ _COUNTS: Final = (
     "eval_steps",
     "save_steps",
 )
+
+
+_TOTALS: Final = ("_tr_loss", "current_flos")
+"""Attributes of Trainer that are averaged over ranks when they are logged."""
+_OF_SIZE: Final = ("max_steps", "logging_steps", "eval_steps", "save_steps")
 
 
 def protect(trainer: Any) -> Any:
@@ -117,6 +122,15 @@ class ResilientMixin(_Trainer):
         if resumed is not None:
             resume_from_checkpoint, epochs_trained = _HERE, epoch
             steps_trained_in_current_epoch = resumed["skipped"] + resumed["loader"]["given"]
+            if (batches := run.loader.batches(resumed["loader"]["at"])) is not None:
+                steps_in_epoch = batches
+                per_epoch = others["num_update_steps_per_epoch"]
+                accumulated = self.args.gradient_accumulation_steps
+                others["num_update_steps_per_epoch"] = -(-steps_in_epoch // accumulated)
+                if resumed.get("resized") and self.args.max_steps <= 0:
+                    # As many steps as the rest of all epochs takes.
+                    left = -(-(steps_in_epoch - steps_trained_in_current_epoch) // accumulated)
+                    self.state.max_steps += self.state.global_step - (epoch + 1) * per_epoch + left
             run.over = self.control.should_epoch_stop or self.control.should_training_stop
             run.over |= steps_trained_in_current_epoch >= steps_in_epoch
         else:
@@ -271,6 +285,7 @@ class Run:
         return {
             "epoch": self._epoch,
             "skipped": self._skipped,
+            "accumulation": trainer.args.gradient_accumulation_steps,
             "loader": self.loader.state_dict(),
             "logged": self.logged,
             "training": self._is_training,
@@ -287,6 +302,32 @@ class Run:
         """Go on from there in the epoch that comes next."""
         self.resumed = dict(state)
         self._apply(self.resumed)
+
+    def reshard(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Return what `rank` of `world_size` loads of what another number of ranks had, by rank.
+
+        Raises:
+            StateError: They decided differently, or some of the epoch would be lost or given twice.
+        """
+        first = states[min(states)]
+        if any(state["skipped"] for state in states.values()):
+            raise StateError(
+                "resume_from_checkpoint has begun this epoch in its middle: change the number of ranks in a later one"
+            )
+        same = {
+            name: alike(name, {other: state[name] for other, state in states.items()})
+            for name in ("epoch", "control", "callbacks", "changed", "training")
+        }
+        counts = alike("counts", {other: _sizeless(state["counts"]) for other, state in states.items()})
+        loader = self.loader.reshard({other: state["loader"] for other, state in states.items()}, rank, world_size)
+        accumulated = self._trainer.args.gradient_accumulation_steps
+        if (at := loader["at"]) is not None and "given" in at:
+            # A step has ended a round of accumulation, of which another number of ranks may want others.
+            rounds = -(-at["given"] // first.get("accumulation", accumulated))
+            given = rounds * accumulated
+            loader = {**loader, "given": given, "at": {**at, "given": given}}
+        # What is logged has times of a rank's own.
+        return {**states.get(rank, first), **same, "counts": counts, "loader": loader, "resized": True}
 
     def _apply(self, state: dict[str, Any]) -> None:
         trainer = self._trainer
@@ -309,6 +350,11 @@ class Run:
         self._history += "".join(f"{json.dumps(entry, default=float)}\n" for entry in history[self._entries :])
         self._entries = len(history)
         return self._history
+
+
+def _sizeless(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return counts without those that follow from the number of ranks."""
+    return {name: value for name, value in counts.items() if name not in _OF_SIZE}
 
 
 @contextmanager
@@ -366,6 +412,7 @@ def _attributes(trainer: Any) -> Attributes:
     return Attributes(
         [trainer, *own_modules(model), *silent],
         [*managed, loader, trainer.args, trainer.state, trainer.control, trainer.accelerator],
+        _TOTALS,
     )
 
 
