@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, IterableDataset
 
 from ..checkpointer import Checkpointer
 from ..errors import StateError
@@ -232,7 +232,10 @@ class _ShardedLoader(PositionedLoader):
     def share(self) -> Share:
         # One process alone gets what there is from Accelerate as it is.
         alone = framework("accelerate.state", _REQUIREMENT).PartialState().num_processes == 1
-        if alone and type(self.loader.batch_sampler) is BatchSampler:
+        of_indices = type(self.loader.batch_sampler) is BatchSampler and not isinstance(
+            self.loader.dataset, IterableDataset
+        )
+        if alone and of_indices:
             return 0, 1, False, True
         return share_of(self.loader)
 

@@ -192,7 +192,8 @@ class ResilientMixin(_Trainer):
         if learning_rate is None:  # no step of this epoch since then, as where a restart finds nothing left of it
             grad_norm, learning_rate = run.logged
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, learning_rate=learning_rate)
-        run.logged = grad_norm, learning_rate
+        # The norm of FSDP2 is a sum over ranks that is yet to be made.
+        run.logged = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm, learning_rate
         run.step()
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
