@@ -81,7 +81,13 @@ class ResilientMixin(_Trainer):
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Remember the loader, which the optimizer is made with before Trainer does it."""
         self._loader = dataloader
-        return super().set_initial_training_values(args, dataloader)
+        epochs, *others = super().set_initial_training_values(args, dataloader)
+        self._epochs = epochs
+        flow = framework("transformers.trainer_callback", _REQUIREMENT).DefaultFlowCallback
+        if args.max_steps > 0 and any(isinstance(each, flow) for each in self.callback_handler.callbacks):
+            # It ends with that step; after more ranks, whose epochs were shorter, it takes more epochs than it seems.
+            epochs = max(epochs, args.max_steps)
+        return epochs, *others
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
@@ -90,7 +96,7 @@ class ResilientMixin(_Trainer):
         trainer_module()
         refuse(self, trial)
         begin: tuple[int, int] = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial
+            max_steps, num_update_steps_per_epoch, self._epochs, resume, trial
         )
         self._prepared = super()._prepare_for_training(max_steps, self._loader, resume)
         run = self._begin_run()
