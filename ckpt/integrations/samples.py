@@ -118,7 +118,8 @@ def batches_in_epoch(loader: Any, at: Mapping[str, Any], share: Share) -> int:
     """Return how many batches this rank has in the epoch of the position `at`, in which the number of ranks changed."""
     dealing = _dealing(loader, share)
     sampler = dealing.sampler
-    order = range(len(sampler.dataset if type(sampler) is DistributedSampler else sampler))
+    sized: Any = sampler.dataset if type(sampler) is DistributedSampler else sampler
+    order = range(len(sized))
     left = [] if at.get("finished") else dealing.deal(order, at["skipped"], share)
     return int(at.get("given", 0)) + sum(1 for _ in left)
 
@@ -200,10 +201,10 @@ def _dealing(loader: Any, share: Share) -> _Dealing:
     Raises:
         StateError: That is not known.
     """
-    batches = loader.batch_sampler
+    batches: Any = loader.batch_sampler
     if _is_shard(batches):
         batches = batches.batch_sampler
-    sampler = getattr(batches, "sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
     if not share or type(batches) is not BatchSampler or (len(share) == 2 and type(sampler) is not DistributedSampler):
         raise _unknown(loader)
     trims = batches.drop_last if len(share) > 2 else sampler.drop_last
