@@ -132,6 +132,14 @@ def trained(
     return trainer
 
 
+def test_trainer_that_ends_with_a_step_may_take_more_epochs_than_its_ranks_need(tmp_path: Path) -> None:
+    """After other ranks, whose epochs were shorter."""
+    trainer = trained(tmp_path, Numbers())
+    epochs, *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+    assert (epochs, steps) == (8, 8)
+    assert (trainer.state.num_train_epochs, trainer.state.global_step) == (2, 8)
+
+
 @pytest.mark.parametrize("dispatch", [True, False])
 def test_trainer_goes_on_from_its_own_checkpoint_in_a_stream(attempt: Any, tmp_path: Path, dispatch: bool) -> None:
     config = {"dispatch_batches": dispatch}

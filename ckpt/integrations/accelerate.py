@@ -7,12 +7,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from torch.utils.data import BatchSampler, IterableDataset
+
 from ..checkpointer import Checkpointer
 from ..errors import StateError
 from ..state.state import Stateful
 from .common import framework, warn_of_buckets
 from .deepspeed import EngineState
 from .position import PositionedLoader
+from .samples import Share, share_of
 
 _REQUIREMENT: Final = "accelerate>=1.15"
 _SUPPORTED: Final = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
@@ -124,6 +127,14 @@ class _Loop:
     def __init__(self, checkpointer: AcceleratorCheckpointer) -> None:
         self._checkpointer = checkpointer
 
+    def reshard(self, states: Mapping[int, Mapping[str, int]], rank: int, world_size: int) -> dict[str, int]:
+        """A step ends a round of accumulation, of which another number of ranks may want others."""
+        del rank, world_size
+        first = states[min(states)]
+        if any(state["epoch"] != first["epoch"] for state in states.values()):
+            raise StateError("ranks were in different epochs")
+        return {**first, "accumulated": 0}
+
     def state_dict(self) -> dict[str, int]:
         accelerator = self._checkpointer._accelerator
         saved = accelerator.project_configuration.iteration
@@ -180,6 +191,20 @@ class PreparedLoader:
         self._prepared.iteration = state["iteration"]
         self._positioned.go_to(state)
 
+    def batches(self, at: Mapping[str, Any] | None) -> int | None:
+        """Return how many batches the epoch of a position has; None if no other number of ranks has begun it."""
+        batches: int | None = self._positioned.batches(at)
+        return batches
+
+    def reshard(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Return the position of `rank` of `world_size`, of those that another number of ranks had, by rank.
+
+        Raises:
+            StateError: Some of the epoch would be lost or given twice.
+        """
+        made: dict[str, Any] = self._positioned.reshard(states, rank, world_size)
+        return made
+
 
 class _Asked:
     """What a prepared loader becomes: one whose first iterator after a restore goes on, whether it is used or not.
@@ -204,13 +229,26 @@ class _ShardedLoader(PositionedLoader):
         self._skipped = prepared.skip_batches
 
     @property
+    def share(self) -> Share:
+        # One process alone gets what there is from Accelerate as it is.
+        alone = framework("accelerate.state", _REQUIREMENT).PartialState().num_processes == 1
+        of_indices = type(self.loader.batch_sampler) is BatchSampler and not isinstance(
+            self.loader.dataset, IterableDataset
+        )
+        if alone and of_indices:
+            return 0, 1, False, True
+        return share_of(self.loader)
+
+    @property
     def given(self) -> int:
         at = self.position()["at"]
-        return 0 if at is None else int(max(0, at["drawn"] - (not at["finished"]) - self._skipped))
+        if at is None:
+            return 0
+        return int(at.get("given", 0) + max(0, at["drawn"] - (not at["finished"]) - self._skipped))
 
     def __iter__(self) -> Iterator[Any]:
         at = self.position()["at"] if self.pending else None
-        if at is not None and at["finished"]:
+        if at is not None and (at["finished"] or self.batches(at) == self.given):
             # Of an iterator that gives nothing it does not count the iteration.
             self._prepared.iteration += 1
         # Where it goes on, those are over.

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import StateError
 from ..state.held import local, whole_state
 from ..state.memory import digest
+from ..state.shown import form_of
 from ..state.tree import is_strided
 from ..uncaught import install as show_refusals
 
@@ -62,6 +63,21 @@ def warn_of_buckets(models: Iterable[Any], remedy: str) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def alike(name: str, states: Mapping[int, Any]) -> Any:
+    """Return what all ranks have.
+
+    Raises:
+        StateError: They have it differently; `name` says what it is.
+    """
+    first = states[min(states)]
+    if any(form_of(state) != form_of(first) for state in states.values()):
+        raise StateError(
+            f"ranks have {name} differently, and another number of ranks would not know what to take: let all have it "
+            "alike, or start as many ranks as before"
+        )
+    return first
 
 
 class AfterRestore:

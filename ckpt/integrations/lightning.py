@@ -13,7 +13,7 @@ import torch
 from ..checkpointer import Checkpointer
 from ..errors import StateError
 from ..state.state import Stateful, get_rng, set_rng
-from .common import AfterRestore, framework, warn_of_buckets
+from .common import AfterRestore, alike, framework, warn_of_buckets
 from .position import PositionedLoader
 from .remembered import Attributes, is_repeated, own_modules
 
@@ -107,6 +107,7 @@ class Fit:
         self._resumed: dict[str, Any] | None = None
         self._rng = get_rng()
         self._completed = 0
+        self._limit: int | float | None = None
         self._restored: AfterRestore | None = None
         self.checkpointer: Checkpointer | None = None
         hooks = (
@@ -162,6 +163,9 @@ class Fit:
         )
         self._completed = self.checkpointer.restore()
         self._rng = get_rng()
+        if self._loader.batches(self._loader.position()["at"]) is not None:
+            # In this epoch alone.
+            self._limit, combined.limits = limit, [len(self._loader)]
         if self._resumed is not None:
             own = [each for each in self._objects.values() if isinstance(each, Stateful)]
             self._restored = AfterRestore([module], optimizers, [*schedulers, *own])
@@ -194,6 +198,8 @@ class Fit:
 
     def _start_epoch(self, original: Any, data_fetcher: Any) -> None:
         if self._resumed is None:
+            if self._limit is not None:
+                self._put_back_limit(self._limit)
             original(data_fetcher)
             return
         self._resumed = None
@@ -202,6 +208,12 @@ class Fit:
         original(data_fetcher)
         self._epoch_loop._restarting = False
         set_rng(self._rng)
+
+    def _put_back_limit(self, limit: int | float) -> None:
+        self._loop._combined_loader.limits, self._limit = [limit], None
+        self._loop.max_batches = limit
+        if not isinstance(self._trainer.val_check_interval, int):
+            self._trainer.val_check_batch = max(1, int(limit * self._trainer.val_check_interval))
 
     def _end_batch(self, original: Any, data_fetcher: Any) -> None:
         original(data_fetcher)
@@ -228,6 +240,34 @@ class Fit:
             "first": connector._first_loop_iter,
             "results": {key: _result_state(metric) for key, metric in self._epoch_loop._results.items()},
         }
+
+    def reshard(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Return what `rank` of `world_size` loads of what another number of ranks had, by rank.
+
+        Raises:
+            StateError: They decided differently, or some of the epoch would be lost or given twice.
+        """
+        assert self._loader is not None
+        position = self._loader.reshard({each: state["position"] for each, state in states.items()}, rank, world_size)
+        if position["at"] is not None and self._loop._combined_loader.limits != [len(self._loader)]:
+            raise StateError(
+                "limit_train_batches ends the epoch before all samples were read: change the number of ranks between "
+                "two epochs"
+            )
+        same = {
+            name: alike(name, {each: state[name] for each, state in states.items()})
+            for name in ("loops", "should_stop", "callbacks", "precision", "data", "first")
+        }
+        first = states[min(states)]
+        # What was logged without sync_dist is a rank's own.
+        metrics = states.get(rank, first)["metrics"]
+        results = {
+            key: _shared_result(
+                key, [state["results"][key] for state in states.values() if key in state["results"]], world_size
+            )
+            for key in dict.fromkeys(key for state in states.values() for key in state["results"])
+        }
+        return {**first, **same, "position": position, "metrics": metrics, "results": results}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there in the epoch that comes next."""
@@ -313,6 +353,28 @@ def _exists(callback: Any, since_s: float, until_s: float, path: Any, trainer: A
 
 def _some(name: str, found: list[Any]) -> dict[str, Any]:
     return {name: found} if found else {}
+
+
+def _shared_result(key: str, several: list[dict[str, Any]], world_size: int) -> dict[str, Any]:
+    """Return what each of so many ranks goes on with of what ranks have logged under a name: its part of the sums.
+
+    Raises:
+        StateError: It is no sum, mean, minimum or maximum.
+    """
+    first = several[0]
+    if not first["tensor"]:
+        return first  # its metric is kept with the module
+    values = torch.stack([each["value"] for each in several])
+    match first["reduce"]:
+        case "sum" | "mean":
+            batches = (
+                first["batches"] if first["batches"] is None else sum(each["batches"] for each in several) / world_size
+            )
+            return {**first, "value": values.sum(0) / world_size, "batches": batches}
+        case "min" | "max" as reduce:
+            return {**first, "value": getattr(values, f"a{reduce}")(0)}
+        case other:
+            raise StateError(f"{key} is logged with reduce_fx={other}: another number of ranks has no share of it")
 
 
 def _result_state(metric: Any) -> dict[str, Any]:

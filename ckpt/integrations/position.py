@@ -20,7 +20,7 @@ from ..errors import StateError
 from ..state.memory import memory
 from ..state.state import due_rng, get_rng, set_rng
 from ..state.tree import bytes_of
-from .samples import reshard, rest, share_of
+from .samples import Share, batches_in_epoch, reshard, rest, share_of
 
 _END: Final = object()
 
@@ -82,17 +82,20 @@ class PositionedLoader:
         return getattr(self.loader, name)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        draws = None if self._draws is None else self._draws()
+        batches = self.batches(self._pending if draws is None else draws.gone)
+        return len(self.loader) if batches is None else batches
 
     def __iter__(self) -> Iterator[Any]:
         at, self._pending = self._pending, None
-        draws = _Draws(self.loader, strict=self._whole)
+        draws = _Draws(self.loader, self.share, strict=self._whole)
         if at is None:
             self._warn_of_peek()
             draws.begin()
         else:
             self._resumed = due_rng.steps, _Draws.ended
-            draws.go_on(at, 0 if self._whole else at["drawn"] - (0 if at["finished"] else self._ahead))
+            dropped = at["drawn"] - (0 if at["finished"] else self._ahead)
+            draws.go_on(at, 0 if self._whole else max(0, dropped))
         self._draws = weakref.ref(draws)
         return draws
 
@@ -134,6 +137,40 @@ class PositionedLoader:
         if self._pending is not None:
             due_rng.states = self._pending["now"]
 
+    @property
+    def share(self) -> Share:
+        """Which share of the data this loader gives."""
+        return share_of(self.loader)
+
+    def batches(self, at: Mapping[str, Any] | None) -> int | None:
+        """Return how many batches the epoch of a position has; None if no other number of ranks has begun it."""
+        return batches_in_epoch(self.loader, at, self.share) if at is not None and at.get("skipped") else None
+
+    def reshard(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Return the position of `rank` of `world_size`, of those that another number of ranks had, by rank.
+
+        In the middle of an epoch the ranks share what is left of it, so that no sample is lost or given twice.
+
+        Raises:
+            StateError: That is not known for the samplers of this loader.
+        """
+        del world_size  # the sampler has it
+        here = {_short(name): name for name in _generators(self.loader)}
+
+        def named(found: Mapping[str, Any]) -> dict[str, Any]:
+            return {here.get(_short(name), name): state for name, state in found.items()}
+
+        # With one rank Accelerate's samplers lie less deep.
+        states = {
+            other: {
+                **state,
+                "generators": named(state["generators"]),
+                "at": state["at"] and {**state["at"], "made_generators": named(state["at"]["made_generators"])},
+            }
+            for other, state in states.items()
+        }
+        return reshard(self.loader, states, rank, share=self.share, ahead=self._ahead)
+
     def ask(self) -> None:
         """Record that an iterator will be made by whoever was asked for one now: only the first one goes on."""
         if self._is_asked:
@@ -167,29 +204,21 @@ class ResumableLoader(PositionedLoader):
         """Let the next iterator go on from there."""
         self.go_to(state)
 
-    def reshard(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-        """Return what `rank` of `world_size` loads of what another number of ranks had, by rank.
-
-        In the middle of an epoch the ranks share what is left of it, so that no sample is lost or given twice.
-
-        Raises:
-            StateError: That is not known for the samplers of this loader.
-        """
-        del world_size  # the sampler has it
-        return reshard(self.loader, states, rank)
-
 
 class _Draws(Iterator[Any]):
     """The iterator of one epoch, which knows what its batches follow from.
 
     Attributes:
         ended: How many epochs of any loader have come to their end.
+        gone: What ranks of another number had of this epoch.
     """
 
     ended: ClassVar[int] = 0
 
-    def __init__(self, loader: Any, *, strict: bool) -> None:
+    def __init__(self, loader: Any, share: Share, *, strict: bool) -> None:
         self._loader = loader
+        self._share = share
+        self.gone: dict[str, Any] = {}
         self._by_index = not isinstance(loader.dataset, IterableDataset)
         # Random numbers drawn in between those of training cannot be drawn again without it.
         self._strict = (strict or not self._by_index) and not loader.num_workers
@@ -199,7 +228,6 @@ class _Draws(Iterator[Any]):
         self._finished = False
         self._lost = False
         self._target: dict[str, Any] | None = None
-        self._skipped = 0
 
     def begin(self) -> None:
         """Make the iterator of a new epoch."""
@@ -217,10 +245,11 @@ class _Draws(Iterator[Any]):
         self._made, self._first, self._last = at["made"], at["first"], at["last"]
         self._made_generators = at["made_generators"]
         self._target = at
-        set_rng(self._made)
         _set_generators(self._loader, self._made_generators)
-        self._skipped = at.get("skipped", 0)
-        self._iterator = self._make(rest(self._loader, at) if self._skipped else None)
+        self.gone = {name: at[name] for name in ("skipped", "given", "order") if name in at}
+        left = rest(self._loader, at, self._share) if at.get("skipped") else None
+        set_rng(self._made)
+        self._iterator = self._make(left)
         set_rng(self._first)
         if self._indices is not None and not self._loader.num_workers:
             self._drawn = self._indices.drop(dropped)
@@ -242,8 +271,8 @@ class _Draws(Iterator[Any]):
             "drawn": self._drawn,
             "finished": self._finished,
             "seen": self._seen.hexdigest(),
-            "skipped": self._skipped,
-            "share": share_of(self._loader),
+            "share": self._share,
+            **self.gone,
         }
 
     def __next__(self) -> Any:
@@ -420,6 +449,10 @@ def _generators(loader: Any) -> dict[str, torch.Generator]:
             (f"{path}{name}.", getattr(owner, name, None)) for name in ("dataset", "batch_sampler", "sampler")
         ]
     return found
+
+
+def _short(name: str) -> str:
+    return name.replace("batch_sampler.", "")
 
 
 def _set_generators(loader: Any, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,13 +8,14 @@ import copy
 import copyreg
 import dis
 import functools
+import inspect
 import os
 import random
 import sys
 import sysconfig
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import islice, pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, cast
@@ -28,6 +29,7 @@ from ..errors import StateError
 from ..state.held import Seen, local
 from ..state.shown import form_of
 from ..state.tree import is_strided
+from .common import alike
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _FIXED: Final = (*_PLAIN, torch.dtype, torch.device, torch.Size)
@@ -62,13 +64,15 @@ class Attributes:
 
     """
 
-    def __init__(self, things: Iterable[Any], managed: Iterable[Any]) -> None:
+    def __init__(self, things: Iterable[Any], managed: Iterable[Any], totals: Collection[str] = ()) -> None:
         """Remember how it is.
 
         Args:
             things: The objects that have the attributes.
             managed: What they may hold, and is kept or made again otherwise: trained modules, optimizers, data.
+            totals: Names of attributes of which only the mean over ranks counts.
         """
+        self._totals = totals
         self._things: dict[str, Any] = {}
         for thing in things:
             kinds = [kind for kind in type(thing).__mro__ if _root(kind) != "resilient_run"]
@@ -114,6 +118,25 @@ class Attributes:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `begin` is to load."""
         self._restored = dict(state)
+
+    def reshard(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Return what `rank` of `world_size` loads of what another number of ranks had, by rank.
+
+        Raises:
+            StateError: They had something differently.
+        """
+        del rank, world_size
+        made: dict[str, Any] = {}
+        for path in dict.fromkeys(path for state in states.values() for path in state):
+            made[path] = {}
+            several = {other: state.get(path, {}) for other, state in states.items()}
+            for name in dict.fromkeys(name for each in several.values() for name in each):
+                values = {other: each.get(name, ["absent"]) for other, each in several.items()}
+                if name in self._totals and not any(isinstance(value, list) for value in values.values()):
+                    made[path][name] = sum(values.values()) / len(values)
+                else:
+                    made[path][name] = alike(f"{path}.{name}", values)
+        return made
 
     def kept(self) -> set[int]:
         """Return the `id`s of objects and containers that are kept."""
@@ -290,6 +313,16 @@ def _members(owner: Any, *, content: bool) -> dict[str, Any]:
     if issubclass(kind, type):
         return {name: value for name, value in vars(owner).items() if not name.startswith("__")}
     found = dict(getattr(owner, "__dict__", {}))
+    # Lightning's DDP leaves a module with its own method as an attribute.
+    found = {
+        name: value
+        for name, value in found.items()
+        if not (
+            type(value) is MethodType
+            and value.__self__ is owner
+            and value.__func__ is inspect.getattr_static(kind, name, None)
+        )
+    }
     found |= {name: getattr(owner, name) for name in copyreg._slotnames(kind) if hasattr(owner, name)}  # type: ignore[attr-defined]
     if not issubclass(kind, nn.Module):
         return found

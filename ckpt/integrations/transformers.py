@@ -16,7 +16,7 @@ from ..checkpointer import Checkpointer
 from ..errors import StateError
 from ..state.state import get_rng, set_rng
 from .accelerate import PreparedLoader
-from .common import AfterRestore, framework, replaced, warn_of_buckets
+from .common import AfterRestore, alike, framework, replaced, warn_of_buckets
 from .deepspeed import EngineState
 from .remembered import Attributes, own_modules
 
@@ -43,6 +43,11 @@ _COUNTS: Final = (
     "eval_steps",
     "save_steps",
 )
+
+
+_TOTALS: Final = ("_tr_loss", "current_flos")
+"""Attributes of Trainer that are averaged over ranks when they are logged."""
+_OF_SIZE: Final = ("max_steps", "logging_steps", "eval_steps", "save_steps")
 
 
 def protect(trainer: Any) -> Any:
@@ -76,7 +81,13 @@ class ResilientMixin(_Trainer):
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Remember the loader, which the optimizer is made with before Trainer does it."""
         self._loader = dataloader
-        return super().set_initial_training_values(args, dataloader)
+        epochs, *others = super().set_initial_training_values(args, dataloader)
+        self._epochs = epochs
+        flow = framework("transformers.trainer_callback", _REQUIREMENT).DefaultFlowCallback
+        if args.max_steps > 0 and any(isinstance(each, flow) for each in self.callback_handler.callbacks):
+            # It ends with that step; after more ranks, whose epochs were shorter, it takes more epochs than it seems.
+            epochs = max(epochs, args.max_steps)
+        return epochs, *others
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
@@ -85,7 +96,7 @@ class ResilientMixin(_Trainer):
         trainer_module()
         refuse(self, trial)
         begin: tuple[int, int] = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial
+            max_steps, num_update_steps_per_epoch, self._epochs, resume, trial
         )
         self._prepared = super()._prepare_for_training(max_steps, self._loader, resume)
         run = self._begin_run()
@@ -117,6 +128,15 @@ class ResilientMixin(_Trainer):
         if resumed is not None:
             resume_from_checkpoint, epochs_trained = _HERE, epoch
             steps_trained_in_current_epoch = resumed["skipped"] + resumed["loader"]["given"]
+            if (batches := run.loader.batches(resumed["loader"]["at"])) is not None:
+                steps_in_epoch = batches
+                per_epoch = others["num_update_steps_per_epoch"]
+                accumulated = self.args.gradient_accumulation_steps
+                others["num_update_steps_per_epoch"] = -(-steps_in_epoch // accumulated)
+                if resumed.get("resized") and self.args.max_steps <= 0:
+                    # As many steps as the rest of all epochs takes.
+                    left = -(-(steps_in_epoch - steps_trained_in_current_epoch) // accumulated)
+                    self.state.max_steps += self.state.global_step - (epoch + 1) * per_epoch + left
             run.over = self.control.should_epoch_stop or self.control.should_training_stop
             run.over |= steps_trained_in_current_epoch >= steps_in_epoch
         else:
@@ -178,7 +198,8 @@ class ResilientMixin(_Trainer):
         if learning_rate is None:  # no step of this epoch since then, as where a restart finds nothing left of it
             grad_norm, learning_rate = run.logged
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *others, learning_rate=learning_rate)
-        run.logged = grad_norm, learning_rate
+        # The norm of FSDP2 is a sum over ranks that is yet to be made.
+        run.logged = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm, learning_rate
         run.step()
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
@@ -271,6 +292,7 @@ class Run:
         return {
             "epoch": self._epoch,
             "skipped": self._skipped,
+            "accumulation": trainer.args.gradient_accumulation_steps,
             "loader": self.loader.state_dict(),
             "logged": self.logged,
             "training": self._is_training,
@@ -287,6 +309,32 @@ class Run:
         """Go on from there in the epoch that comes next."""
         self.resumed = dict(state)
         self._apply(self.resumed)
+
+    def reshard(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """Return what `rank` of `world_size` loads of what another number of ranks had, by rank.
+
+        Raises:
+            StateError: They decided differently, or some of the epoch would be lost or given twice.
+        """
+        first = states[min(states)]
+        if any(state["skipped"] for state in states.values()):
+            raise StateError(
+                "resume_from_checkpoint has begun this epoch in its middle: change the number of ranks in a later one"
+            )
+        same = {
+            name: alike(name, {other: state[name] for other, state in states.items()})
+            for name in ("epoch", "control", "callbacks", "changed", "training")
+        }
+        counts = alike("counts", {other: _sizeless(state["counts"]) for other, state in states.items()})
+        loader = self.loader.reshard({other: state["loader"] for other, state in states.items()}, rank, world_size)
+        accumulated = self._trainer.args.gradient_accumulation_steps
+        if (at := loader["at"]) is not None and "given" in at:
+            # A step has ended a round of accumulation, of which another number of ranks may want others.
+            rounds = -(-at["given"] // first.get("accumulation", accumulated))
+            given = rounds * accumulated
+            loader = {**loader, "given": given, "at": {**at, "given": given}}
+        # What is logged has times of a rank's own.
+        return {**states.get(rank, first), **same, "counts": counts, "loader": loader, "resized": True}
 
     def _apply(self, state: dict[str, Any]) -> None:
         trainer = self._trainer
@@ -309,6 +357,11 @@ class Run:
         self._history += "".join(f"{json.dumps(entry, default=float)}\n" for entry in history[self._entries :])
         self._entries = len(history)
         return self._history
+
+
+def _sizeless(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return counts without those that follow from the number of ranks."""
+    return {name: value for name, value in counts.items() if name not in _OF_SIZE}
 
 
 @contextmanager
@@ -366,6 +419,7 @@ def _attributes(trainer: Any) -> Attributes:
     return Attributes(
         [trainer, *own_modules(model), *silent],
         [*managed, loader, trainer.args, trainer.state, trainer.control, trainer.accelerator],
+        _TOTALS,
     )
 
 
