@@ -321,8 +321,6 @@ class _RankCheckpointer(Checkpointer):
         self._step, self._captures = step, None
         self._link.notify("progress", step=step)
         self._capturer.submit(step, _Given(state), eager=True)
-        if self._exchange is not None:
-            self._exchange.begins(step)
 
     def wait_committed(self, timeout_s: float) -> bool:
         if self._capturer is None or self._env is None or not self._capturer.wait_decided(timeout_s):
