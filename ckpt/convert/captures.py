@@ -17,7 +17,9 @@ from ..format.manifest import Manifest, is_large, leaf_parts, leaf_paths, parse
 from ..format.pair import Pair
 from ..format.slot import CHUNK_BYTES, HEADER_BYTES, Slot, SlotHeader, parse_header
 
-_BATCH_BYTES: Final = 64 << 20
+BATCH_BYTES: Final = 64 << 20
+"""About as much is read together."""
+
 _BATCH_RANGES: Final = 1024
 _RUN_CHUNKS: Final = 32
 _KEPT_CHUNKS: Final = 256
@@ -223,7 +225,7 @@ class Captures:
         left = deque(items)
         while left:
             batch, size_bytes = [left.popleft()], 0
-            while left and len(batch) < _BATCH_RANGES and (size_bytes := size_bytes + batch[-1].size) < _BATCH_BYTES:
+            while left and len(batch) < _BATCH_RANGES and (size_bytes := size_bytes + batch[-1].size) < BATCH_BYTES:
                 batch.append(left.popleft())
             asked: dict[int, list[_Item]] = {}
             for item in batch:
