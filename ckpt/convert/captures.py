@@ -1,6 +1,5 @@
 """The slots of all ranks that captured one step, read in ranges: whatever is used of them is verified here."""
 
-import json
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -272,10 +271,10 @@ def _digests(raw: bytes, manifest: Manifest) -> dict[int, tuple[Hashable, int, b
     """Return the digests of leaves by index, as `Captured` has them: those of one leaf are of its bytes alone."""
     found: dict[int, tuple[Hashable, int, bool]] = {}
     try:
-        by_structure, compared = digests.parse(raw), json.loads(raw)["compared"]
+        by_structure = digests.parse(raw)
         parts = leaf_parts(leaf_paths(manifest.tree))
         for (structure, values), (name, (together, *starts)) in zip(
-            by_structure.items(), compared.items(), strict=True
+            by_structure.items(), manifest.compared.items(), strict=True
         ):
             cut = is_large(manifest.tensors, parts[name])
             groups = {index: number for number, index in enumerate(starts)}
