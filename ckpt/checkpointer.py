@@ -33,7 +33,6 @@ from .state.held import Accumulation, Unregistered
 from .state.state import TrainingState, due_rng
 from .transport.edge import EdgeConfig
 from .transport.exchange import Exchange, ExchangeStats
-from .transport.gate import Gate
 from .transport.pace import TrainerPace
 from .uncaught import install as show_refusals
 from .uncaught import refusal
@@ -269,8 +268,6 @@ class Checkpointer:
             if not self._knows_plan:
                 self._warn(self._state.changed())
         self._pace.leave(n)
-        if self._exchange is not None:
-            self._exchange.begins(n)
         self._capturer.stats.stall_s += time.monotonic() - started_s
 
     def _checked(self, n: int | None) -> int:
@@ -359,10 +356,10 @@ class Checkpointer:
                 _begun.add(self._env)
         if self._pulse is not None:
             self._pulse.close()
-        if self._exchange is not None:
-            self._exchange.close()
         if self._pace is not None:
             self._pace.close()
+        if self._exchange is not None:
+            self._exchange.close()
         self._capturer.close()
         atexit.unregister(self.close)
         self._link = None
@@ -443,8 +440,7 @@ class Checkpointer:
             device=self._state.device(),
         )
         assert self._pace is not None, "it is made at the attachment"
-        gate = Gate(settings, self._pace, measured=lambda rate: link.notify("link", bytes_per_s=rate))
-        exchange = Exchange(env, link, routes=routes, config=config, gate=gate)
+        exchange = Exchange(env, link, routes=routes, config=config, pace=self._pace)
         exchange.start()
         return exchange
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from .checkpointer import Checkpointer
-from .convert.assembly import read
+from .convert.assembly import opened, read
 from .convert.captures import Captures, in_memory
 from .convert.export import unite
 from .convert.payload import Made
@@ -37,7 +37,7 @@ from .format.pair import Pair, is_import
 from .format.slot import Slot
 from .link.env import TrainerEnv
 from .state.state import TrainingState
-from .state.tree import Flattener, unflatten
+from .state.tree import Flattener
 
 _CAPTURE_S: Final = 600.0
 _COMMIT_S: Final = 600.0
@@ -111,14 +111,10 @@ class ItemReader(StorageReader):
         united, tree = unite(self._captures, is_partial=self._is_partial)
         items: dict[str, Any] = {}
 
-        plain = [index for index, made in enumerate(united.made) if made.spec.kind != "torch"]
-        leaves: dict[int, Any] = dict(enumerate(united.made))
-        leaves |= zip(plain, read(self._captures, [united.made[index] for index in plain]), strict=True)
-
         def visit(path: tuple[Any, ...], value: Any) -> None:
             items[".".join(map(str, path))] = value
 
-        traverse_state_dict(unflatten(tree, leaves.__getitem__), visit, lambda value: isinstance(value, Made))
+        traverse_state_dict(opened(self._captures, tree, united.made), visit, lambda value: isinstance(value, Made))
         self._items = items
         return Metadata(state_dict_metadata={name: _describe(item) for name, item in items.items()})
 
@@ -324,8 +320,6 @@ class _RankCheckpointer(Checkpointer):
         self._step, self._captures = step, None
         self._link.notify("progress", step=step)
         self._capturer.submit(step, _Given(state), eager=True)
-        if self._exchange is not None:
-            self._exchange.begins(step)
 
     def wait_committed(self, timeout_s: float) -> bool:
         if self._capturer is None or self._env is None or not self._capturer.wait_decided(timeout_s):

@@ -103,7 +103,7 @@ def etcd(name: str, value: Mapping[str, Any], parse: Callable[[dict[str, Any]], 
 
 def json_targets() -> list[Target]:
     """Return the readers of JSON objects."""
-    file = RankFile(used_bytes=1 << 20, payload_offset=8192, stored_bytes=1000)
+    file = RankFile(capacity_bytes=1 << 20, payload_offset=8192, stored_bytes=1000)
     seat = Seat(host="a", session="s", nproc=2, role="default", label="rack")
     round_ = Round(generation=2, seats=(seat, Seat(host="b", session="t", nproc=2)), restore=(1, 5))
     failure = Failure(generation=1, host="a", kind="worker_exit", rank=0, pid=7, exitcode=-9, unix_s=1.0, message="m")

@@ -35,7 +35,15 @@ class SoloDaemon:
         self.plan: tuple[int, int] | None = None
         self.watermark: tuple[int, int] | None = None
         self.next: tuple[int, int] | None = None
-        self.replication: Message = {"scheme": "unpaced", "copies": 0, "every": 1, "idle": None}
+        self.replication: Message = {
+            "scheme": "unpaced",
+            "variance": 0.9,
+            "sub_buffer_bytes": 4 << 20,
+            "bandwidth_mbit_s": 0.0,
+            "copies": 0,
+            "every": 1,
+            "idle": None,
+        }
         self.seen: list[Message] = []
         self.eager: list[str] = []
         self._complete: dict[int, set[tuple[int, int]]] = {}

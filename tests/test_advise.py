@@ -19,8 +19,8 @@ SCRIPT = str(Path(__file__).with_name("advised.py"))
 PROGRAM = "from resilient_run.comm.cli.main import resilient_comm; resilient_comm()"
 ADVISE = ("-c", PROGRAM, "advise", "--json", "--seconds", "1")
 
-KNOWN = {method.name: method for method in methods(None)}
-EXACT = frozenset({BASE, NOTHING, "zen"})
+SAME = [Method(name=name, write="", exact=True) for name in (BASE, NOTHING, OWN)]
+KNOWN = {method.name: method for method in (*SAME, *methods(None))}
 
 
 def taken(**seconds: float) -> dict[str, list[float]]:
@@ -34,23 +34,22 @@ def named(**seconds: float) -> dict[str, list[float]]:
 
 
 def test_nothing_pays_within_the_spread() -> None:
-    assert recommended(named(base=1.0, least=0.9, zen=0.97, onebit=1.2), EXACT) is None
-    assert recommended(named(base=1.0, least=0.99), EXACT) is None
+    assert recommended(named(base=1.0, least=0.9, zen=0.97, onebit=1.2), KNOWN) is None
+    assert recommended(named(base=1.0, least=0.99), KNOWN) is None
     # 4 % faster in the median, but one slow turn reaches all-reduce's.
     close = {**named(base=1.0, least=0.5), "zen": [0.96, 0.95, 0.99]}
-    assert recommended(close, EXACT) is None
+    assert recommended(close, KNOWN) is None
 
 
 def test_what_loses_nothing_is_preferred_to_what_is_as_fast() -> None:
-    assert recommended(named(base=1.0, least=0.1, zen=0.5, onebit=0.49), EXACT) == "zen"
-    assert recommended(named(base=1.0, least=0.1, zen=0.5, onebit=0.3), EXACT) == "onebit"
+    assert recommended(named(base=1.0, least=0.1, zen=0.5, onebit=0.49), KNOWN) == "zen"
+    assert recommended(named(base=1.0, least=0.1, zen=0.5, onebit=0.3), KNOWN) == "onebit"
 
 
 def test_a_slow_hook_of_the_script_is_measured_against() -> None:
     found = {**named(base=0.5, least=0.4), OWN: [1.0, 1.0, 1.01]}
-    assert recommended(found, EXACT) == BASE
-    known = {**KNOWN, **{name: Method(name=name, write="", exact=True) for name in (BASE, NOTHING, OWN)}}
-    assert "leave the hook out" in advice(found, known)
+    assert recommended(found, KNOWN) == BASE
+    assert "leave the hook out" in advice(found, KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +62,7 @@ def test_a_slow_hook_of_the_script_is_measured_against() -> None:
     ],
 )
 def test_advice_says_how_much_and_what_to_write(seconds: dict[str, float], said: list[str]) -> None:
-    known = {**KNOWN, **{name: Method(name=name, write="", exact=True) for name in (BASE, NOTHING)}}
-    text = advice(named(base=1.0, least=0.1, **seconds), known)
+    text = advice(named(base=1.0, least=0.1, **seconds), KNOWN)
     assert all(part in text for part in said), text
 
 

@@ -174,7 +174,7 @@ def with_manifest(tmp_path: Path, change: Callable[[Any], object]) -> Slot:
 
 def test_large_arrays_are_compared_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resilient_run.ckpt.convert.captures._KEPT_CHUNKS", 4)
-    monkeypatch.setattr("resilient_run.ckpt.convert.assembly._BATCH_BYTES", 2 * CHUNK_BYTES)
+    monkeypatch.setattr("resilient_run.ckpt.convert.assembly.BATCH_BYTES", 2 * CHUNK_BYTES)
     slots = []
     for rank in range(2):
         arrays = {"same": np.ones(16 << 17), "other": np.ones(16 << 17)}

@@ -457,7 +457,7 @@ def test_run_begins_only_once(tmp_path: Path, ctl: Callable[..., Result]) -> Non
     again = ctl(source, "--step", "9")
     assert (again.exit_code, "has an import of step 3 in" in again.output) == (1, True)
     tier = Tier(str(tmp_path / "tier"), RUN)
-    file = RankFile(used_bytes=1 << 14, payload_offset=1 << 13, stored_bytes=4)
+    file = RankFile(capacity_bytes=1 << 14, payload_offset=1 << 13, stored_bytes=4)
     tier.write((1, 8), 0).finish()
     tier.publish(Persisted(run_id=RUN, pair=(1, 8), world_size=1, ranks={0: file}))
     assert tier.published() == [(0, 3), (1, 8)]

@@ -1,4 +1,4 @@
-"""When replicas leave: the gate by an injected clock, and real daemons whose chunks are held against their spans."""
+"""When replicas leave: a pacer by an injected clock, and real daemons whose chunks are held against their spans."""
 
 import asyncio
 import math
@@ -13,41 +13,14 @@ from cluster import wait_until
 from hosts import Hosts, Trainer, payload, restored_bytes, wait_for_watermark
 
 from resilient_run.ckpt.format.idle import IdleProfile, Span
-from resilient_run.ckpt.format.schedule import Window, window
 from resilient_run.daemon.base.policy import ReplicationPolicy
-from resilient_run.daemon.peers.pacing import LinkMeter, Pacer
+from resilient_run.daemon.peers.pacing import Pacer
 
 pytestmark = pytest.mark.jobs
 
 TWO_SPANS = IdleProfile(
     iteration_s=10.0, spans=(Span(start_s=1.0, length_s=2.0), Span(start_s=6.0, length_s=2.0)), collectives=2
 )
-
-
-def look(offset_s: float, *, iterations: int = 0, every: int = 1) -> Window:
-    return window(TWO_SPANS, offset_s=offset_s, iterations=iterations, every=every, variance=0.5)
-
-
-def test_gate_is_open_in_the_spans_only() -> None:
-    # Half of a span is used, and that is its middle.
-    assert (look(0.5).remaining_s, look(0.5).wait_s) == (0.0, 1.0)
-    assert look(1.5).remaining_s == 1.0
-    assert look(2.4).remaining_s == pytest.approx(0.1)
-    assert (look(2.6).remaining_s, look(2.6).wait_s) == (0.0, pytest.approx(3.9))
-    # The last span of a checkpoint's last iteration has no end; before that it has.
-    assert look(6.5).remaining_s == math.inf
-    assert look(7.0, every=2).remaining_s == 0.5
-    assert (look(9.0, every=2).remaining_s, look(9.0, every=2).wait_s) == (0.0, 6.5)
-    assert look(6.5, iterations=1, every=2).remaining_s == math.inf
-
-
-def test_nothing_waits_for_ever() -> None:
-    assert look(0.5, iterations=1).why == "late: its iterations are over"
-    assert look(15.5, every=2).why == "training stalls"
-    assert look(0.5, iterations=1).remaining_s == look(15.5, every=2).remaining_s == math.inf
-    busy = IdleProfile(iteration_s=1.0, spans=(), collectives=1)
-    assert window(busy, offset_s=1.0, iterations=0, every=1, variance=0.9).wait_s == 1.0
-    assert window(busy, offset_s=2.0, iterations=0, every=1, variance=0.9).remaining_s == math.inf
 
 
 class Clock:
@@ -98,7 +71,7 @@ async def send_all(
     while not task.done():
         await asyncio.sleep(0)
         clock.now_s += 0.01
-        pacer._wake()
+        pacer._update()
     await task
     return sent
 
@@ -170,7 +143,7 @@ def test_nothing_leaves_in_an_iteration_that_is_profiled(end: str) -> None:
     pacer.iteration(1, 1, clock.now_s, 20.0)
     pacer.iteration(0, 2, clock.now_s)  # the other rank is ahead
     assert pacer.patience_s == 20.0
-    seen = pacer._window(1)
+    seen = pacer._sending.window(1, clock.now_s)
     assert (seen.remaining_s, seen.wait_s) == (0.0, 20.0)
     match end:
         case "iteration":
@@ -181,7 +154,7 @@ def test_nothing_leaves_in_an_iteration_that_is_profiled(end: str) -> None:
             pacer.release()
         case "detached":
             pacer.detach(1)
-    assert pacer._window(1).remaining_s == math.inf
+    assert pacer._sending.window(1, clock.now_s).remaining_s == math.inf
 
 
 def test_what_a_trainer_found_is_known_to_its_successor() -> None:
@@ -190,17 +163,6 @@ def test_what_a_trainer_found_is_known_to_its_successor() -> None:
     assert pacer.attach(0, 7) == TWO_SPANS
     assert pacer.attach(0, 8) is None
     assert pacer.attach(1, 7) is None
-
-
-def test_bandwidth_is_the_median_of_what_was_acknowledged(sock: socket.socket) -> None:
-    meter = LinkMeter()
-    assert meter.cost is None
-    for seconds in (0.1, 0.1, 9.0):
-        meter.add(1_000_000, seconds, sock)
-    meter.add(10, 0.1, sock)  # too little to say anything
-    assert meter.cost is not None
-    assert meter.cost.bytes_per_s == 1e7
-    assert 0.001 <= meter.cost.startup_s < 1
 
 
 def start(hosts: Hosts, **replication: Any) -> list[Trainer]:
@@ -312,7 +274,8 @@ def test_frequency_is_the_same_on_every_host(hosts: Hosts) -> None:
     """The slowest host decides, and every trainer hears it."""
     trainers = start(hosts, bandwidth_mbit_s=8, max_every=8)
     trainers[0].notify("schedule", iteration_s=2.0, collectives=1, spans=[0.0, 1.9])
-    trainers[0].notify("iteration", step=1, monotonic_s=time.monotonic())
+    # It begins later, so the capture is there in time however slow this machine is.
+    trainers[0].notify("iteration", step=1, monotonic_s=time.monotonic() + 3600)
     trainers[0].capture(1)
     for trainer in trainers:
         wait_until(

@@ -192,7 +192,7 @@ def test_daemon_killed_while_it_persists_publishes_nothing(hosts: Hosts) -> None
     for pair in tier.published():
         for rank in range(2):
             file = tier.manifest(pair).ranks[rank]
-            data = tier.read_ranges(pair, rank, [(0, file.used_bytes)])
+            data = tier.read_ranges(pair, rank, [(0, file.capacity_bytes)])
             assert data[file.payload_offset :] == payload(hosts.run_id, rank, pair)
 
 
@@ -412,7 +412,7 @@ def test_cleaning_does_not_stop_publishing(
         request = PersistRequest(pair=(1, 2), unix_s=0.0)
         running = asyncio.create_task(publisher.run(etcd, lambda: request))
         writer = tier.write((1, 2), 0)
-        file = RankFile(used_bytes=9000, payload_offset=8192, stored_bytes=writer.finish())
+        file = RankFile(capacity_bytes=9000, payload_offset=8192, stored_bytes=writer.finish())
         answer = PersistAnswer(pair=(1, 2), world_size=1, ranks={0: file}, error=None)
         await etcd.put(f"/resilient-run/{run_id}/{keys.ANSWERS('a')}", answer.to_value())
         await asyncio.wait_for(view.wait_for(lambda: publisher.is_settled((1, 2))), 60)
@@ -473,7 +473,7 @@ def test_request_of_a_time_to_come_holds_nothing_up() -> None:
 
 
 def test_a_pair_is_published_when_every_rank_is_written() -> None:
-    file = RankFile(used_bytes=9000, payload_offset=8192, stored_bytes=10)
+    file = RankFile(capacity_bytes=9000, payload_offset=8192, stored_bytes=10)
     first = PersistAnswer(pair=(1, 2), world_size=3, ranks={0: file, 1: file}, error=None)
     second = PersistAnswer(pair=(1, 2), world_size=3, ranks={2: file}, error=None)
     whole = merged((1, 2), "run", {"a": first, "b": second})

@@ -48,7 +48,7 @@ def store(tier: Tier, slot: Slot, pair: Pair = (1, 7)) -> Persisted:
     writer = tier.write(pair, 0)
     for start in range(0, used_bytes, FRAME_BYTES):
         writer.write(slot.buffer[start : min(start + FRAME_BYTES, used_bytes)])
-    file = RankFile(used_bytes=used_bytes, payload_offset=slot.payload_offset, stored_bytes=writer.finish())
+    file = RankFile(capacity_bytes=used_bytes, payload_offset=slot.payload_offset, stored_bytes=writer.finish())
     persisted = Persisted(run_id="run", pair=pair, world_size=1, ranks={0: file})
     tier.publish(persisted)
     return persisted
@@ -56,7 +56,7 @@ def store(tier: Tier, slot: Slot, pair: Pair = (1, 7)) -> Persisted:
 
 def whole(tier: Tier) -> bytes:
     """Return what rank 0 has of step 7."""
-    used_bytes = tier.manifest((1, 7)).ranks[0].used_bytes
+    used_bytes = tier.manifest((1, 7)).ranks[0].capacity_bytes
     return tier.read_ranges((1, 7), 0, [(0, used_bytes)])
 
 
@@ -67,7 +67,7 @@ def test_exact_slot_comes_back(tmp_path: Path, target: str, slot: Slot) -> None:
     assert tier.manifest((1, 7)) == persisted
     data = whole(tier)
     assert data == bytes(slot.buffer[: slot.header().used_bytes])
-    geometry = persisted.ranks[0].geometry
+    geometry = persisted.ranks[0]
     copy = Slot.create(
         tmp_path / "copy.slot", capacity_bytes=geometry.capacity_bytes, payload_offset=geometry.payload_offset
     )
@@ -268,7 +268,7 @@ def left_over(tier: Tier, pair: Pair, *ranks: int) -> None:
 
 
 def two_ranks(pair: Pair) -> Persisted:
-    file = RankFile(used_bytes=9000, payload_offset=8192, stored_bytes=8)
+    file = RankFile(capacity_bytes=9000, payload_offset=8192, stored_bytes=8)
     return Persisted(run_id="run", pair=pair, world_size=2, ranks={0: file, 1: file})
 
 

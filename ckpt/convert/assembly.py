@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +18,9 @@ from ..errors import SlotError, StateError
 from ..format.manifest import Manifest, Node, TensorSpec, plan_payload
 from ..format.slot import CHUNK_BYTES
 from ..state.tree import OPTIONAL_PARTS, Flattener, entries, shard_spec, unflatten
-from .captures import Captures
+from .captures import BATCH_BYTES, Captures
 from .payload import Made, Piece, fill
 from .pieces import Box, missing, place
-
-_BATCH_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,7 +265,7 @@ class Assembly(ABC):
         (begin, end), at = self._extent(*one), 0
         while read and begin + at < end:
             # Of large leaves some at a time.
-            size = min(max(CHUNK_BYTES, _BATCH_BYTES // len(read)), end - begin - at)
+            size = min(max(CHUNK_BYTES, BATCH_BYTES // len(read)), end - begin - at)
             starts = {rank: self._extent(rank, indices[rank])[0] + at for rank in read}
             for rank, start in starts.items():
                 self._captures.want(rank, start, start + size)
@@ -334,10 +332,22 @@ def read(captures: Captures, leaves: Iterable[Made]) -> Iterator[Any]:
     left = deque(leaves)
     while left:
         batch, size_bytes = list[Made](), 0
-        while left and size_bytes < _BATCH_BYTES:
+        while left and size_bytes < BATCH_BYTES:
             batch.append(left.popleft())
             size_bytes += batch[-1].spec.nbytes
         yield from map(filled(captures, None, batch, []).leaf, range(len(batch)))
+
+
+def opened(captures: Captures, tree: Node, leaves: Sequence[Made]) -> Any:
+    """Return what `tree` is with tensors as they are in `leaves`, and the rest read now.
+
+    Raises:
+        RestoreError: Nobody has a verified copy of something.
+    """
+    plain = [index for index, made in enumerate(leaves) if made.spec.kind != "torch"]
+    found = dict[int, Any](enumerate(leaves))
+    found |= zip(plain, read(captures, [leaves[index] for index in plain]), strict=True)
+    return unflatten(tree, found.__getitem__)
 
 
 def has_key(node: Node, key: str) -> bool:

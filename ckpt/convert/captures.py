@@ -1,6 +1,5 @@
 """The slots of all ranks that captured one step, read in ranges: whatever is used of them is verified here."""
 
-import json
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,9 @@ from ..format.manifest import Manifest, is_large, leaf_parts, leaf_paths, parse
 from ..format.pair import Pair
 from ..format.slot import CHUNK_BYTES, HEADER_BYTES, Slot, SlotHeader, parse_header
 
-_BATCH_BYTES: Final = 64 << 20
+BATCH_BYTES: Final = 64 << 20
+"""About as much is read together."""
+
 _BATCH_RANGES: Final = 1024
 _RUN_CHUNKS: Final = 32
 _KEPT_CHUNKS: Final = 256
@@ -223,7 +224,7 @@ class Captures:
         left = deque(items)
         while left:
             batch, size_bytes = [left.popleft()], 0
-            while left and len(batch) < _BATCH_RANGES and (size_bytes := size_bytes + batch[-1].size) < _BATCH_BYTES:
+            while left and len(batch) < _BATCH_RANGES and (size_bytes := size_bytes + batch[-1].size) < BATCH_BYTES:
                 batch.append(left.popleft())
             asked: dict[int, list[_Item]] = {}
             for item in batch:
@@ -270,10 +271,10 @@ def _digests(raw: bytes, manifest: Manifest) -> dict[int, tuple[Hashable, int, b
     """Return the digests of leaves by index, as `Captured` has them: those of one leaf are of its bytes alone."""
     found: dict[int, tuple[Hashable, int, bool]] = {}
     try:
-        by_structure, compared = digests.parse(raw), json.loads(raw)["compared"]
+        by_structure = digests.parse(raw)
         parts = leaf_parts(leaf_paths(manifest.tree))
         for (structure, values), (name, (together, *starts)) in zip(
-            by_structure.items(), compared.items(), strict=True
+            by_structure.items(), manifest.compared.items(), strict=True
         ):
             cut = is_large(manifest.tensors, parts[name])
             groups = {index: number for number, index in enumerate(starts)}

@@ -7,7 +7,8 @@ is: exactly, or not at all.
 
 import copy
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import starmap
 from typing import Any, Final
 
 import torch
@@ -17,8 +18,8 @@ from ..format.manifest import TensorSpec
 from ..state.fits import is_extra
 from ..state.held import fsdp1_units
 from ..state.state import TrainingState, get_rng
-from ..state.tree import Flattener, entries, same, shard_spec, unflatten
-from .assembly import Assembled, filled, read
+from ..state.tree import Flattener, same, shard_spec
+from .assembly import Assembled, filled, opened
 from .captures import Captures
 from .export import RANKS
 from .payload import Made, Piece
@@ -31,14 +32,6 @@ STRICT: Final = "strict"
 _SHOWN: Final = 10
 _ABSENT: Final = object()
 _CONTENTS: Final = "contents"
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor of the import, which is not read yet: its leaf."""
-
-    index: int
-    spec: TensorSpec
 
 
 def take_over(state: TrainingState, captures: Captures, *, rank: int, world_size: int) -> Assembled:
@@ -74,23 +67,18 @@ def take_over(state: TrainingState, captures: Captures, *, rank: int, world_size
 
 
 def _opened(captures: Captures) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """Return what an import tells of itself, and its state with `_Stored` in place of tensors."""
+    """Return what an import tells of itself, and its state with its tensors as they are to be made."""
     manifest = captures.ranks[0].manifest
-    leaves: list[Any] = [_Stored(index, spec) for index, spec in enumerate(manifest.tensors)]
-    plain = [each for each in leaves if each.spec.kind != "torch"]
-    for stored, content in zip(plain, read(captures, [_whole(each, each.spec) for each in plain]), strict=True):
-        leaves[stored.index] = content
-    parts = entries(manifest.tree)
-    about, state = (unflatten(parts.get(name), leaves.__getitem__) for name in ("values", "objects"))
-    if not isinstance(about, dict) or not isinstance(state, dict):
-        raise SlotError("the import has no objects, or does not tell of itself")
-    return about, state
+    match opened(captures, manifest.tree, list(starmap(_whole, enumerate(manifest.tensors)))):
+        case {"values": dict() as about, "objects": dict() as state}:
+            return about, state
+    raise SlotError("the import has no objects, or does not tell of itself")
 
 
-def _whole(stored: _Stored, spec: TensorSpec) -> Made:
-    offset = (0,) * len(stored.spec.shape)
-    piece = Piece(rank=0, index=stored.index, offset=offset, size=stored.spec.shape)
-    return Made(spec=spec, pieces=(piece,), offset=offset, size=stored.spec.shape)
+def _whole(index: int, spec: TensorSpec) -> Made:
+    offset = (0,) * len(spec.shape)
+    piece = Piece(rank=0, index=index, offset=offset, size=spec.shape)
+    return Made(spec=spec, pieces=(piece,), offset=offset, size=spec.shape)
 
 
 class _TakingOver:
@@ -108,7 +96,7 @@ class _TakingOver:
         self._state = state
         self._rank = rank
         # A tensor in the state, what its content is, and the parameter whose state it is, if it is one's.
-        self._contents: list[tuple[Any, _Stored, Any]] = []
+        self._contents: list[tuple[Any, Made, Any]] = []
         self._dtypes: dict[int, str] = {}  # of parameters, by id, as the import has them
         self._names: dict[int, list[str]] = {}  # that `get_optimizer_state_dict` may have given to parameters, by id
         for module in state.modules.values():
@@ -182,7 +170,7 @@ class _TakingOver:
             leaves[index] = self._leaf(tensor, leaves[index].spec, stored, like)
         return leaves
 
-    def _leaf(self, tensor: Any, spec: TensorSpec, stored: _Stored, like: Any) -> Made:
+    def _leaf(self, tensor: Any, spec: TensorSpec, stored: Made, like: Any) -> Made:
         if like is not None:
             spec = replace(spec, dtype=self._dtype(stored, like), device=like.device.type)
             if tuple(like.shape) == spec.shape:
@@ -191,12 +179,11 @@ class _TakingOver:
                 spec = replace(spec, stride=None if laid_out.is_contiguous() else laid_out.stride())
                 tensor = like
         if not hasattr(tensor, "to_local"):
-            return _whole(stored, spec)
+            return replace(stored, spec=spec)
         shard, local = shard_spec(tensor), tuple(tensor.to_local().shape)
         # A rank that is not in the mesh has no elements, and no place.
         offset, size = ((0,) * len(local), local) if 0 in local else place("a tensor", shard, self._rank, local)
-        made = _whole(stored, replace(spec, shape=local, shard=shard))
-        return replace(made, offset=offset, size=size)
+        return replace(stored, spec=replace(spec, shape=local, shard=shard), offset=offset, size=size)
 
     def _object(self, name: str, item: Any, current: Any) -> Any:
         found = _at(self._objects, name)
@@ -219,7 +206,7 @@ class _TakingOver:
             if isinstance(current[key], torch.Tensor) and not is_extra(key) and not _fits(value, current[key]):
                 raise StateError(f"{name}.{key} is {_shown(value)} there, {_shown(current[key])} in the model")
         for key, parameter in item.named_parameters(remove_duplicate=False):
-            if isinstance(stored := taken.get(key), _Stored):
+            if isinstance(stored := taken.get(key), Made):
                 self._dtypes[id(parameter)] = stored.spec.dtype
         return self._merge(name, current, taken, is_model=True)
 
@@ -254,7 +241,7 @@ class _TakingOver:
                 self.absent.append(f"{name}.state.{called[-1]}")
         return {**current, "state": made, "param_groups": merged}
 
-    def _dtype(self, stored: _Stored, like: torch.Tensor) -> str:
+    def _dtype(self, stored: Made, like: torch.Tensor) -> str:
         """Return the dtype that a state of the parameter `like` has: that of the parameter now, if it had it before.
 
         torch's optimizers cast all of them when they load, which would round those that one keeps in another dtype.
@@ -286,7 +273,7 @@ class _TakingOver:
         self.taken += 1
         if type(found) in (list, tuple):
             return type(found)(self._merge(f"{path}.{index}", _ABSENT, item) for index, item in enumerate(found))
-        if not isinstance(found, _Stored):
+        if not isinstance(found, Made):
             return found
         shape, dtype = found.spec.shape, getattr(torch, found.spec.dtype)
         if not _fits(found, current) or (current.dtype != dtype and not is_model):
@@ -298,7 +285,7 @@ class _TakingOver:
 
 def _fits(found: Any, current: Any) -> bool:
     """Tell whether `found` is a tensor that can take the place of the tensor `current`."""
-    return isinstance(found, _Stored) and isinstance(current, torch.Tensor) and found.spec.shape == tuple(current.shape)
+    return isinstance(found, Made) and isinstance(current, torch.Tensor) and found.spec.shape == tuple(current.shape)
 
 
 def _changed(tree: Any, path: str, changes: dict[str, Any]) -> Any:
@@ -357,7 +344,7 @@ def _flat(found: Any, names: Collection[str], prefix: str = "") -> Iterator[tupl
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, _Stored):
+    if isinstance(value, Made):
         return str(value.spec)
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

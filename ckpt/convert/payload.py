@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..format.manifest import Layout, TensorSpec
 from ..state.tree import Leaf, bytes_of
-from .captures import Captures
-
-_BATCH_BYTES: Final = 64 << 20
+from .captures import BATCH_BYTES, Captures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +61,7 @@ def fill(captures: Captures, leaves: Sequence[Made], layout: Layout) -> torch.Te
                 captures.want(piece.rank, *rows[:2])
         batch.append((one, target))
         size_bytes += one.spec.nbytes
-        if size_bytes >= _BATCH_BYTES or number == len(leaves) - 1:
+        if size_bytes >= BATCH_BYTES or number == len(leaves) - 1:
             captures.fetch(keep=False)
             for made, place in batch:
                 _fill(captures, made, place)

@@ -5,7 +5,7 @@ on all ranks; where it is not, each kind of object has a rule (`_Reshaping`), an
 result is loaded as any slot is: exactly, or not at all.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
@@ -168,7 +168,7 @@ class _Reshaping(Assembly):
         for key in states[self._first]:
             path, of_ranks = f"{name}.{key}", {rank: state[key] for rank, state in states.items() if key in state}
             if key == "state":
-                others = {rank: _without_numbers(node) for rank, node in of_ranks.items()}
+                others = {rank: _without(node, lambda key: type(key) is int) for rank, node in of_ranks.items()}
                 rest = self._walk(path, others, Rule())
                 if rest[1]:
                     self._rebuilt.add(name)
@@ -186,7 +186,7 @@ class _Reshaping(Assembly):
         groups = []
         for number, size in enumerate(sizes):
             begin = sum(sizes[:number])
-            options = {rank: _without(node[1 + number], "params") for rank, node in nodes.items()}
+            options = {rank: _without(node[1 + number], lambda key: key == "params") for rank, node in nodes.items()}
             made = self._walk(f"{path}.{number}", options, Rule())
             # Where it was: places in the tree are counted.
             at = nodes[self._first][1 + number][1].index("params")
@@ -280,13 +280,9 @@ def _by_number(node: Node) -> dict[int, Node]:
     return {key: child for key, child in zip(node[1], node[2], strict=True) if type(key) is int}
 
 
-def _without_numbers(node: Node) -> Node:
-    pairs = [(key, child) for key, child in zip(node[1], node[2], strict=True) if type(key) is not int]
-    return [node[0], [key for key, _ in pairs], [child for _, child in pairs]]
-
-
-def _without(node: Node, name: str) -> Node:
-    pairs = [(key, child) for key, child in zip(node[1], node[2], strict=True) if key != name]
+def _without(node: Node, is_out: Callable[[Any], bool]) -> Node:
+    """Return the node of a dict without the keys that `is_out` tells."""
+    pairs = [(key, child) for key, child in zip(node[1], node[2], strict=True) if not is_out(key)]
     return [node[0], [key for key, _ in pairs], [child for _, child in pairs]]
 
 

@@ -137,11 +137,12 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A parsed manifest; every tensor lies inside the payload."""
+    """A parsed manifest; every tensor lies inside the payload. `compared` is what its digests are of, not checked."""
 
     tree: Node
     tensors: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
+    compared: Any = None
 
 
 def plan_payload(tensors: Sequence[TensorSpec], parts: Iterable[Collection[int]] = ()) -> Layout:
@@ -220,7 +221,8 @@ def parse(data: bytes, payload_bytes: int) -> Manifest:
         tensors.append(spec)
         offsets.append(offset)
     _check_sharing(tensors)
-    return Manifest(tree=document["tree"], tensors=tuple(tensors), offsets=tuple(offsets))
+    compared = document.get("compared")
+    return Manifest(tree=document["tree"], tensors=tuple(tensors), offsets=tuple(offsets), compared=compared)
 
 
 def leaf_paths(node: Node) -> dict[str, int]:

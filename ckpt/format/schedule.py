@@ -1,4 +1,4 @@
-"""Which checkpoint bytes travel in which idle span of the training network (Gemini, Algorithm 6.2).
+"""Which checkpoint bytes travel in which idle span of the training network, and when (Gemini, Algorithm 6.2).
 
 As printed the algorithm has four slips, which are put right here: what remains of a span shrinks by the time of the
 chunk just placed, not by that of what is left to place; a size below one byte ends the span (else the loop does not
@@ -6,6 +6,8 @@ end); the startup time is paid once per chunk; and the bound of the counter woul
 """
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -20,6 +22,14 @@ SHORTEST_ITERATION_S: Final = 0.1
 
 _BURST_S: Final = 0.005
 _SMALLEST_BURST_BYTES: Final = 64 << 10
+
+SHORTEST_STARTUP_S: Final = 0.001
+"""The least that a chunk is taken to cost, and the least wait between two looks at the clock."""
+
+SAMPLE_BYTES: Final = 256 << 10
+"""Fewer bytes say nothing about a link."""
+
+_SAMPLES: Final = 32
 
 STALL: Final = 1.5
 STALL_S: Final = 0.5
@@ -56,6 +66,39 @@ class TransferCost:
         if remaining_s < self.seconds(buffer_bytes):
             buffer_bytes = math.floor(max(0.0, (remaining_s - self.startup_s) * self.bytes_per_s))
         return min(buffer_bytes, remaining_bytes)
+
+
+class LinkMeter:
+    """What sending costs, from the sending itself.
+
+    Args:
+        bytes_per_s: The bandwidth where it is known, 0 to measure it.
+    """
+
+    def __init__(self, bytes_per_s: float = 0.0) -> None:
+        self._given_bytes_per_s = bytes_per_s
+        self._rates: deque[float] = deque(maxlen=_SAMPLES)
+        self._startups: deque[float] = deque(maxlen=_SAMPLES)
+        self._size_bytes = 0
+        self._seconds = 0.0
+
+    @property
+    def cost(self) -> TransferCost | None:
+        """The median of what was seen, None while nothing was."""
+        bytes_per_s = self._given_bytes_per_s or (statistics.median(self._rates) if self._rates else 0.0)
+        if not bytes_per_s:
+            return None
+        startup_s = statistics.median(self._startups) if self._startups else 0.0
+        return TransferCost(startup_s=max(startup_s, SHORTEST_STARTUP_S), bytes_per_s=bytes_per_s)
+
+    def add(self, size_bytes: int, seconds: float, startup_s: float = 0.0) -> None:
+        """Note that `size_bytes` arrived in `seconds`; too few of them say something only together."""
+        self._size_bytes += size_bytes
+        self._seconds += seconds
+        if self._size_bytes >= SAMPLE_BYTES and self._seconds > 0:
+            self._rates.append(self._size_bytes / self._seconds)
+            self._startups.append(startup_s)
+            self._size_bytes, self._seconds = 0, 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,33 +170,89 @@ class Window:
     why: str
 
 
-def window(profile: IdleProfile, *, offset_s: float, iterations: int, every: int, variance: float) -> Window:
-    """Return what a checkpoint may use of the network now.
+@dataclass(kw_only=True, slots=True)
+class SendSchedule:
+    """When checkpoints may leave, and in which chunks: the same for a daemon with all its ranks and for one trainer.
 
-    Args:
-        profile: A typical iteration.
-        offset_s: Time since the present one began.
-        iterations: How many have begun since the one in which the checkpoint was made.
-        every: How many the checkpoint may take.
+    It reads no clock and does not wait: whoever sends does both, and says what has changed. Chunks are cut as in
+    Algorithm 6.2, but one by one and from what is left of the present span by the clock, so that a late capture or a
+    slow link moves the next chunk instead of upsetting a list of them.
+
+    Attributes:
+        scheme: How replicas travel, `replication.scheme`.
         variance: mu, the part of each span that is used.
+        buffer_bytes: The largest chunk.
+        link: What sending costs.
+        profile: A typical iteration, None while there is none to wait in.
+        every: How many iterations a checkpoint may take.
+        step: How many steps were completed when the present iteration began.
+        began_s: When that was, on the monotonic clock.
+        quiet_until_s: Until then nothing leaves, because the network is being profiled.
+        released: Whether everything may leave at once: a failure was seen, or training is over.
     """
-    if iterations >= every:
-        return Window(remaining_s=math.inf, wait_s=0.0, why="late: its iterations are over")
-    stalled_s = STALL * profile.iteration_s + STALL_S
-    if offset_s >= stalled_s:
-        return Window(remaining_s=math.inf, wait_s=0.0, why="training stalls")
-    last = iterations == every - 1
-    for index, span in enumerate(profile.spans):
-        # The middle of the span: the collective before it may end late as well as the next one may begin early.
-        begin_s = span.start_s + (1 - variance) / 2 * span.length_s
-        if offset_s < begin_s:
-            return Window(remaining_s=0.0, wait_s=begin_s - offset_s, why=f"before span {index}")
-        if last and index == len(profile.spans) - 1:
-            return Window(remaining_s=math.inf, wait_s=0.0, why=f"in span {index}, the last")
-        end_s = begin_s + variance * span.length_s
-        if offset_s < end_s:
-            return Window(remaining_s=end_s - offset_s, wait_s=end_s - offset_s, why=f"in span {index}")
-    return Window(remaining_s=0.0, wait_s=stalled_s - offset_s, why="after the last span")
+
+    scheme: str
+    variance: float
+    buffer_bytes: int
+    link: LinkMeter
+    profile: IdleProfile | None = None
+    every: int = 1
+    step: int = 0
+    began_s: float = 0.0
+    quiet_until_s: float = 0.0
+    released: bool = False
+
+    @property
+    def paced(self) -> IdleProfile | None:
+        """The typical iteration whose spans are waited for, None where nothing is gained by that."""
+        profile = self.profile
+        if self.scheme not in PACED or profile is None or self.link.cost is None:
+            return None
+        return None if profile.iteration_s < SHORTEST_ITERATION_S else profile
+
+    def chunk(self, step: int, wanted_bytes: int, *, now_s: float, queued_s: float) -> tuple[int, Window]:
+        """Return how much of the checkpoint of `step` may leave at `now_s`, and the window in which it does.
+
+        Args:
+            step: Which checkpoint.
+            wanted_bytes: What is left of it to send.
+            now_s: The monotonic clock.
+            queued_s: How long the link needs for what left already.
+        """
+        seen, cost = self.window(step, now_s), self.link.cost
+        if cost is None or math.isinf(seen.remaining_s):
+            return (min(self.buffer_bytes, wanted_bytes) if seen.remaining_s else 0), seen
+        burst_bytes = cost.burst_bytes(self.buffer_bytes, self.scheme)
+        remaining_s = seen.remaining_s - queued_s
+        return cost.chunk_bytes(remaining_s, buffer_bytes=burst_bytes, remaining_bytes=wanted_bytes), seen
+
+    def window(self, step: int, now_s: float) -> Window:
+        """Return what the checkpoint of `step` may use of the network at `now_s`."""
+        if self.released:
+            return Window(remaining_s=math.inf, wait_s=0.0, why="released")
+        if now_s < self.quiet_until_s:
+            return Window(remaining_s=0.0, wait_s=self.quiet_until_s - now_s, why="the network is being profiled")
+        profile = self.paced
+        if profile is None:
+            return Window(remaining_s=math.inf, wait_s=0.0, why="not paced")
+        iterations, offset_s = self.step - step, now_s - self.began_s
+        if iterations >= self.every:
+            return Window(remaining_s=math.inf, wait_s=0.0, why="late: its iterations are over")
+        stalled_s = STALL * profile.iteration_s + STALL_S
+        if offset_s >= stalled_s:
+            return Window(remaining_s=math.inf, wait_s=0.0, why="training stalls")
+        last = iterations == self.every - 1
+        for index, span in enumerate(profile.spans):
+            # The middle of the span: the collective before it may end late as well as the next one may begin early.
+            begin_s = span.start_s + (1 - self.variance) / 2 * span.length_s
+            if offset_s < begin_s:
+                return Window(remaining_s=0.0, wait_s=begin_s - offset_s, why=f"before span {index}")
+            if last and index == len(profile.spans) - 1:
+                return Window(remaining_s=math.inf, wait_s=0.0, why=f"in span {index}, the last")
+            end_s = begin_s + self.variance * span.length_s
+            if offset_s < end_s:
+                return Window(remaining_s=end_s - offset_s, wait_s=end_s - offset_s, why=f"in span {index}")
+        return Window(remaining_s=0.0, wait_s=stalled_s - offset_s, why="after the last span")
 
 
 def plan(

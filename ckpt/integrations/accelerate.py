@@ -17,7 +17,6 @@ from .deepspeed import EngineState
 from .position import PositionedLoader
 from .samples import Share, share_of
 
-_REQUIREMENT: Final = "accelerate>=1.15"
 _SUPPORTED: Final = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _OURS: Final = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
@@ -53,7 +52,7 @@ class AcceleratorCheckpointer(Checkpointer):
             ImportError: Accelerate is not installed.
             StateError: Something that was prepared could not be brought back exactly, or as for a `Checkpointer`.
         """
-        framework("accelerate", _REQUIREMENT)
+        framework("accelerate")
         if accelerator.distributed_type not in _SUPPORTED:
             raise StateError(
                 f"{accelerator.distributed_type} through Accelerate is not supported: use DDP, FSDP or DeepSpeed"
@@ -157,7 +156,7 @@ class PreparedLoader:
             ImportError: Accelerate is not installed.
             StateError: A position in it could not be brought back exactly.
         """
-        kinds = framework("accelerate.data_loader", _REQUIREMENT)
+        kinds = framework("accelerate.data_loader")
         self._prepared = prepared
         if not isinstance(prepared.base_dataloader, PositionedLoader):
             made = type(prepared)
@@ -300,8 +299,8 @@ def launch() -> None:
         ImportError: Accelerate is not installed.
         SystemExit: An option is unknown.
     """
-    command = framework("accelerate.commands.launch", _REQUIREMENT)
-    prepare = framework("accelerate.utils.launch", _REQUIREMENT)
+    command = framework("accelerate.commands.launch")
+    prepare = framework("accelerate.utils.launch")
     asked, *_ = command._validate_launch_command(command.launch_command_parser().parse_args())
     asked.num_machines, asked.main_process_port = 1, 0
     if asked.use_deepspeed and not asked.cpu:

@@ -8,7 +8,7 @@ from ..checkpointer import Checkpointer
 from ..errors import StateError
 from .auto import Hook, UnaskedCheckpointer, begun, may_begin, short
 from .common import framework
-from .lightning import _REQUIREMENT, Fit, ResilientCallback, refuse
+from .lightning import Fit, ResilientCallback, refuse
 from .remembered import Remembered
 
 _WHAT: Final = "lightning.Trainer"
@@ -129,7 +129,7 @@ def _refuse_files(module: Any) -> None:
     Raises:
         StateError: It adds something to checkpoint files.
     """
-    base = framework("lightning.pytorch", _REQUIREMENT).LightningModule
+    base = framework("lightning.pytorch").LightningModule
     if type(module).on_save_checkpoint is not base.on_save_checkpoint:
         raise StateError(
             "checkpoints here lack what the module's on_save_checkpoint() adds to a file; give it to a "

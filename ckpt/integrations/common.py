@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,19 @@ from ..state.shown import form_of
 from ..state.tree import is_strided
 from ..uncaught import install as show_refusals
 
+REQUIREMENTS: Final = {
+    "accelerate": "accelerate>=1.15",
+    "deepspeed": "deepspeed>=0.19.8",
+    "lightning": "lightning>=2.6",
+    "megatron": "megatron-core>=0.16",
+    "torchtitan": "torchtitan>=0.3",
+    "transformers": "transformers>=5.23",
+}
+"""Package of a framework → what pip installs."""
 
-def framework(name: str, requirement: str) -> ModuleType:
-    """Return the module `name` of a framework.
+
+def framework(name: str) -> ModuleType:
+    """Return the module `name` of one of these frameworks.
 
     Raises:
         ImportError: It is not installed; the message has the command that installs it.
@@ -30,6 +40,7 @@ def framework(name: str, requirement: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
+        requirement = REQUIREMENTS[name.partition(".")[0]]
         raise ImportError(
             f"{name} is needed here and cannot be imported ({error}): pip install '{requirement}'"
         ) from error

@@ -8,7 +8,6 @@ import torch
 from ..errors import StateError
 from .common import framework
 
-_REQUIREMENT: Final = "deepspeed>=0.19.8"
 _COUNTS: Final = (
     "global_steps",
     "global_samples",
@@ -59,7 +58,7 @@ class EngineState:
             ImportError: DeepSpeed is not installed.
             StateError: It uses something that could not be brought back exactly.
         """
-        kind = framework("deepspeed.runtime.engine", _REQUIREMENT).DeepSpeedEngine
+        kind = framework("deepspeed.runtime.engine").DeepSpeedEngine
         if not isinstance(engine, kind):
             raise StateError(
                 f"EngineState({type(engine).__qualname__}): give it the engine that deepspeed.initialize() returns"
@@ -232,7 +231,7 @@ def _replay(inner: Any, states: list[dict[str, Any]]) -> None:
 
 def _tracker() -> Any:
     """Return what has the random states of DeepSpeed's activation checkpointing under model parallelism."""
-    module = framework("deepspeed.runtime.activation_checkpointing.checkpointing", _REQUIREMENT)
+    module = framework("deepspeed.runtime.activation_checkpointing.checkpointing")
     return module.get_cuda_rng_tracker()
 
 
@@ -242,7 +241,7 @@ def _refuse(engine: Any, kind: type) -> None:
     Raises:
         StateError: It names the setting.
     """
-    pipeline = framework("deepspeed.runtime.pipe.engine", _REQUIREMENT).PipelineEngine
+    pipeline = framework("deepspeed.runtime.pipe.engine").PipelineEngine
     found = next((what for name, what in _REFUSED if getattr(engine, name)()), None)
     if type(engine) not in (kind, pipeline):
         found = type(engine).__qualname__

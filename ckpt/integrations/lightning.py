@@ -17,12 +17,10 @@ from .common import AfterRestore, alike, framework, warn_of_buckets
 from .position import PositionedLoader
 from .remembered import Attributes, is_repeated, own_modules
 
-_REQUIREMENT: Final = "lightning>=2.6"
-
 if TYPE_CHECKING:
     _Callback: Any
 else:
-    _Callback = framework("lightning.pytorch", _REQUIREMENT).Callback
+    _Callback = framework("lightning.pytorch").Callback
 
 _METRICS: Final = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _CHANGING: Final = ("BaseFinetuning", "BatchSizeFinder", "LearningRateFinder")
@@ -144,7 +142,7 @@ class Fit:
             )
         (loader,), (limit,) = combined.flattened, combined.limits
         # Lightning draws ahead where it cannot count.
-        length = framework("lightning.fabric.utilities.data", _REQUIREMENT).sized_len(loader)
+        length = framework("lightning.fabric.utilities.data").sized_len(loader)
         sized = length is not None or limit != float("inf")
         self._loader = PositionedLoader(loader, ahead=0 if sized else 1)
         combined.flattened = [self._loader]
@@ -186,7 +184,7 @@ class Fit:
     def _attributes(self) -> Attributes:
         assert self._loader is not None
         trainer, module = self._trainer, self._trainer.lightning_module
-        base = framework("lightning.pytorch", _REQUIREMENT).Callback
+        base = framework("lightning.pytorch").Callback
         others = [each for each in trainer.callbacks if not type(each).__module__.startswith(("lightning.", "resili"))]
         silent = [each for each in others if type(each).state_dict is base.state_dict]
         silent += [each for each in trainer.callbacks if is_repeated(each)]
@@ -226,7 +224,7 @@ class Fit:
         if self._resumed is not None:
             return self._resumed
         trainer, connector = self._trainer, self._trainer._logger_connector
-        call = framework("lightning.pytorch.trainer.call", _REQUIREMENT)
+        call = framework("lightning.pytorch.trainer.call")
         assert self._loader is not None
         return {
             "position": self._loader.position(),
@@ -275,14 +273,14 @@ class Fit:
         assert self._loader is not None
         # Of the rest, all that comes until then sees the number of the epoch only.
         self._loop.epoch_progress.load_state_dict(state["loops"]["epoch_progress"])
-        set_epoch = framework("lightning.fabric.utilities.data", _REQUIREMENT)._set_sampler_epoch
+        set_epoch = framework("lightning.fabric.utilities.data")._set_sampler_epoch
         set_epoch(self._loader, self._loop.epoch_progress.current.processed)
         self._loader.go_to(state["position"])
         self._untangle(self._loop)
 
     def _apply(self, state: dict[str, Any]) -> None:
         trainer, connector = self._trainer, self._trainer._logger_connector
-        call = framework("lightning.pytorch.trainer.call", _REQUIREMENT)
+        call = framework("lightning.pytorch.trainer.call")
         self._loop.load_state_dict(state["loops"])
         self._untangle(self._loop)
         self._take_up_files(state["at_s"])
@@ -317,12 +315,12 @@ class Fit:
         loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
         loop.reset_restart_stage()
         for child in vars(loop).values():
-            if isinstance(child, framework("lightning.pytorch.loops.loop", _REQUIREMENT)._Loop):
+            if isinstance(child, framework("lightning.pytorch.loops.loop")._Loop):
                 self._untangle(child)
 
     def _result(self, state: dict[str, Any]) -> Any:
         """Return what the loop has logged under a name in this epoch, to go on adding to."""
-        module = framework("lightning.pytorch.trainer.connectors.logger_connector.result", _REQUIREMENT)
+        module = framework("lightning.pytorch.trainer.connectors.logger_connector.result")
         meta = module._Metadata(reduce_fx=state["reduce"], **state["meta"])
         should, only_zero = state["sync"]
         meta.sync = module._Sync(fn=self._trainer.strategy.reduce, _should=should, rank_zero_only=only_zero)
@@ -405,7 +403,7 @@ def refuse(trainer: Any) -> None:
         raise StateError("val_check_interval by time cannot be repeated: give a number of batches")
     if _takes_iterator(trainer.lightning_module):
         raise StateError("training_step(dataloader_iter): what it draws is not known. Let it take a batch")
-    lightning = framework("lightning.pytorch", _REQUIREMENT)
+    lightning = framework("lightning.pytorch")
     _refuse_callbacks(trainer.callbacks, lightning.Callback)
     if type(trainer.lightning_module).on_save_checkpoint is not lightning.LightningModule.on_save_checkpoint:
         warnings.warn(
@@ -417,7 +415,7 @@ def refuse(trainer: Any) -> None:
 
 
 def _refuse_strategy(strategy: Any) -> None:
-    strategies = framework("lightning.pytorch.strategies", _REQUIREMENT)
+    strategies = framework("lightning.pytorch.strategies")
     known = (strategies.SingleDeviceStrategy, strategies.DDPStrategy, strategies.ModelParallelStrategy)
     if type(strategy) not in known:
         raise StateError(
@@ -434,7 +432,7 @@ def _refuse_strategy(strategy: Any) -> None:
 
 def _refuse_callbacks(callbacks: list[Any], base: Any) -> None:
     """Refuse callbacks, made from the framework's class `base`, whose state cannot be kept."""
-    changing = framework("lightning.pytorch.callbacks", _REQUIREMENT)
+    changing = framework("lightning.pytorch.callbacks")
     for each in callbacks:
         if isinstance(each, tuple(getattr(changing, name) for name in _CHANGING)):
             raise StateError(
@@ -449,5 +447,5 @@ def _refuse_callbacks(callbacks: list[Any], base: Any) -> None:
 
 
 def _takes_iterator(module: Any) -> bool:
-    utilities = framework("lightning.pytorch.utilities.signature_utils", _REQUIREMENT)
+    utilities = framework("lightning.pytorch.utilities.signature_utils")
     return bool(utilities.is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True))

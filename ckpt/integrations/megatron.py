@@ -7,7 +7,6 @@ import torch
 from ..errors import StateError
 from .common import framework
 
-_REQUIREMENT: Final = "megatron-core>=0.16"
 _KEPT: Final = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
 _UNTRIED: Final = ("fp8", "fp4", "use_precision_aware_optimizer", "optimizer_cpu_offload", "use_megatron_fsdp")
 _COUNTERS: Final = (
@@ -49,9 +48,9 @@ class MegatronState:
             ImportError: Megatron-core is not installed.
             StateError: It trains in a way that could not be brought back exactly.
         """
-        self._random = framework("megatron.core.tensor_parallel.random", _REQUIREMENT)
-        self._microbatches = framework("megatron.core.num_microbatches_calculator", _REQUIREMENT)
-        schedule = framework("megatron.core.optimizer_param_scheduler", _REQUIREMENT).OptimizerParamScheduler
+        self._random = framework("megatron.core.tensor_parallel.random")
+        self._microbatches = framework("megatron.core.num_microbatches_calculator")
+        schedule = framework("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
         if not isinstance(scheduler, schedule | None):
             raise StateError(
                 f"{type(scheduler).__qualname__} is not Megatron's OptimizerParamScheduler: register it beside the "

@@ -10,10 +10,9 @@ from ..checkpointer import Checkpointer
 from ..state.held import local
 from .common import framework
 
-_REQUIREMENT: Final = "torchtitan>=0.3"
-_override: Final = framework("torchtitan.config.override", _REQUIREMENT)
-_managers: Final = framework("torchtitan.components.checkpointer", _REQUIREMENT)
-_Loader: Final = framework("torchtitan.components.dataloader", _REQUIREMENT).ParallelAwareDataloader
+_override: Final = framework("torchtitan.config.override")
+_managers: Final = framework("torchtitan.components.checkpointer")
+_Loader: Final = framework("torchtitan.components.dataloader").ParallelAwareDataloader
 
 
 class MemoryManager:

@@ -16,7 +16,7 @@ from ..checkpointer import Checkpointer
 from ..errors import StateError
 from ..state.state import get_rng, set_rng
 from .accelerate import PreparedLoader
-from .common import AfterRestore, alike, framework, replaced, warn_of_buckets
+from .common import REQUIREMENTS, AfterRestore, alike, framework, replaced, warn_of_buckets
 from .deepspeed import EngineState
 from .remembered import Attributes, own_modules
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 else:
     _Trainer = object
 
-_REQUIREMENT: Final = "transformers>=5.23"
 _HERE: Final = "resilient-run"
 """In place of a directory to resume from."""
 _OWN: Final = ("_begin_run", "_end_run")
@@ -398,7 +397,7 @@ def _plain(arguments: Any) -> dict[str, Any]:
 
 def _exportable(trainer: Any) -> list[Any]:
     """Return the callbacks that tell their state as Trainer wants it, such as early stopping."""
-    kind = framework("transformers.trainer_callback", _REQUIREMENT).ExportableState
+    kind = framework("transformers.trainer_callback").ExportableState
     return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind)]
 
 
@@ -429,13 +428,13 @@ def trainer_module() -> ModuleType:
     Raises:
         ImportError: It is not there, or its Trainer has other methods than those that are overridden.
     """
-    module = framework("transformers.trainer", _REQUIREMENT)
+    module = framework("transformers.trainer")
     overridden = [name for name, found in vars(ResilientMixin).items() if callable(found) and name not in _OWN]
     missing = [name for name in overridden if not hasattr(module.Trainer, name)]
     if missing or not hasattr(module, "skip_first_batches"):
         raise ImportError(
             f"the Trainer of this transformers has no {', '.join(missing) or 'skip_first_batches'}: "
-            f"pip install '{_REQUIREMENT}'"
+            f"pip install '{REQUIREMENTS['transformers']}'"
         )
     return module
 

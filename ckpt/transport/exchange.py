@@ -24,7 +24,7 @@ from ..format.wire import Message
 from ..link.env import TrainerEnv
 from ..link.link import Link
 from .edge import Edge, EdgeConfig, Reply
-from .gate import Gate
+from .pace import TrainerPace
 
 _ALLOCATE_S: Final = 60.0
 _ANNOUNCE_AGAIN_S: Final = 0.5
@@ -81,7 +81,7 @@ class Exchange:
         stats: What was moved; written by the edges' threads, read by anybody.
     """
 
-    def __init__(self, env: TrainerEnv, link: Link, *, routes: Message, config: EdgeConfig, gate: Gate) -> None:
+    def __init__(self, env: TrainerEnv, link: Link, *, routes: Message, config: EdgeConfig, pace: TrainerPace) -> None:
         """Prepare; `start` begins.
 
         Args:
@@ -89,13 +89,13 @@ class Exchange:
             link: To the daemon.
             routes: From the answer to the attachment: ranks to send to and to receive from.
             config: How captures travel.
-            gate: Says when.
+            pace: Says when; close it first.
         """
         self.stats = ExchangeStats()
         self._env = env
         self._link = link
         self._config = config
-        self._gate = gate
+        self._pace = pace
         self._changed = threading.Condition()
         self._closing = False
         self._outlets = [_End(owner=env.rank, receiver=other) for other in routes["send_to"]]
@@ -110,10 +110,6 @@ class Exchange:
                 thread = threading.Thread(target=self._run, args=(end, use), name=name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
-
-    def begins(self, step: int) -> None:
-        """Record that the iteration after `step` steps begins now."""
-        self._gate.begins(step)
 
     def offer(self, path: str, version: Pair) -> None:
         """Send the complete capture in the slot at `path`; one that still waits is given up for it."""
@@ -132,7 +128,6 @@ class Exchange:
             self._closing = True
             edges = [end.edge for end in (*self._outlets, *self._inlets) if end.edge is not None]
             self._changed.notify_all()
-        self._gate.close()
         for edge in edges:
             edge.close()
         if edges:
@@ -180,12 +175,12 @@ class Exchange:
     def _move(self, edge: Edge, header: SlotHeader, whole: torch.Tensor) -> float:
         """Send the capture that was announced, and return the seconds that it took."""
         data = whole[HEADER_BYTES : header.used_bytes]
-        at_once, started_s = self._gate.is_open, time.monotonic()
-        edge.carrier.send(data, partial(self._gate.admit, header.step))
+        at_once, started_s = self._pace.is_open, time.monotonic()
+        edge.carrier.send(data, partial(self._pace.admit, header.step))
         seconds = time.monotonic() - started_s
-        if at_once and self._gate.is_open:
+        if at_once and self._pace.is_open:
             # The other edges have as much of the link at the same time.
-            self._gate.sent(len(self._outlets) * len(data), seconds)
+            self._pace.sent(len(self._outlets) * len(data), seconds)
         return seconds
 
     def _receive(self, end: _End, edge: Edge) -> None:

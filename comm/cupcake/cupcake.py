@@ -9,12 +9,13 @@ from .fusion import FoundFusion, FusionProblem, GroupCosts, Strategy, all_bucket
 from .search import best_fusion
 
 
-def optimum(problem: FusionProblem) -> FoundFusion:
+def optimum(problem: FusionProblem, without: Strategy | None = None) -> FoundFusion:
     """Return the best fusion found, and what none beats, each group compressed or not.
 
-    It is no slower than the best fusion of compressed groups and the best one without compression.
+    It is no slower than the best fusion of compressed groups and the best one `without` compression.
     """
-    return best_fusion(problem, kinds=(True, False), known=(best_fusion(problem).strategy, dense(problem)))
+    known = best_fusion(problem).strategy, without or dense(problem)
+    return best_fusion(problem, kinds=(True, False), known=known)
 
 
 def cupcake(problem: FusionProblem) -> Strategy:
@@ -50,13 +51,16 @@ def fusion_plan(
     """
     problem = FusionProblem(model.tensors, costs)
     begin_s = time.perf_counter()
-    best = optimum(problem)
-    if planner != "cupcake":
+    without = dense(problem)
+    best = optimum(problem, without)
+    if planner == "cupcake":
+        strategy = _if_it_pays(problem, best.strategy, without)
+    else:
         begin_s = time.perf_counter()
-    strategy = _if_it_pays(problem, best.strategy) if planner == "cupcake" else PLANNERS[planner](problem)
+        strategy = PLANNERS[planner](problem)
     planning_s, iteration_s = time.perf_counter() - begin_s, problem.iteration_s(strategy)
     count = f"{len(strategy)} groups of {len(problem)} tensors"
-    others = {"cupcake": best.strategy, "dense": dense(problem)}
+    others = {"cupcake": best.strategy, "dense": without}
     baselines_s = {name: problem.iteration_s(found) for name, found in others.items() if name != planner}
     return Plan(
         planner=planner,
@@ -78,9 +82,9 @@ def fusion_plan(
     )
 
 
-def _if_it_pays(problem: FusionProblem, best: Strategy) -> Strategy:
+def _if_it_pays(problem: FusionProblem, best: Strategy, without: Strategy) -> Strategy:
     """Return the best strategy, or one without compression and with few groups if that is predicted to be as quick."""
-    without = dense(problem) if any(group.compressed for group in best) else best
+    without = without if any(group.compressed for group in best) else best
     limit_s = (1 + CLOSE) * problem.iteration_s(best)
     if problem.iteration_s(without) > limit_s:
         return best

@@ -75,15 +75,15 @@ class Turns:
         return f"{_seconds(self.median_s)} ({_seconds(self.low_s)} to {_seconds(self.high_s)})"
 
 
-def recommended(taken: Mapping[str, Sequence[float]], exact: frozenset[str]) -> str | None:
-    """Return the method that pays, None where nothing does.
+def recommended(taken: Mapping[str, Sequence[float]], known: Mapping[str, Method]) -> str | None:
+    """Return the method that pays, None where nothing does; `taken` has at least the one that the job has.
 
     A method pays if its turns lie below all-reduce's, outside of both spreads, and by 3 % at least. The fastest is
     taken; one that trains the same is preferred if it is no slower than that one beyond the spread.
 
     Args:
         taken: Name of a method → seconds of a step in each turn.
-        exact: Ways with which training is the same.
+        known: What is known of each.
     """
     seen = {name: Turns.of(each) for name, each in taken.items()}
     base = seen[OWN if OWN in seen else BASE]
@@ -97,7 +97,7 @@ def recommended(taken: Mapping[str, Sequence[float]], exact: frozenset[str]) -> 
     if not pays:
         return None
     fastest = min(pays, key=lambda name: pays[name].median_s)
-    same = [name for name in pays if name in exact and pays[name].low_s <= pays[fastest].high_s]
+    same = [name for name in pays if known[name].exact and pays[name].low_s <= pays[fastest].high_s]
     return min(same, key=lambda name: pays[name].median_s, default=fastest)
 
 
@@ -111,8 +111,7 @@ def advice(taken: Mapping[str, Sequence[float]], known: Mapping[str, Method]) ->
         f"A step takes {base} with {base_name}, and {least} if gradients are not summed at all, "
         f"so the sums cost {100 * share:.0f} % of it."
     )
-    exact = frozenset(name for name, method in known.items() if method.exact)
-    name = recommended(taken, exact)
+    name = recommended(taken, known)
     if name is None:
         kept = "Leave them to DDP." if base_name == BASE else "Leave the script as it is."
         return f"Nothing pays. {now} No scheme that was tried makes steps shorter beyond the spread. {kept}"
@@ -125,7 +124,7 @@ def advice(taken: Mapping[str, Sequence[float]], known: Mapping[str, Method]) ->
         said.append("It loses nothing: training stays the same, apart from rounding.")
     else:
         said.append("It changes what is trained: compare the losses of a longer run with those of all-reduce.")
-        same = [other for other in exact & seen.keys() if other not in (base_name, NOTHING, BASE)]
+        same = [other for other in seen if known[other].exact and other not in (base_name, NOTHING, BASE)]
         said += [f"{other}, which loses nothing, takes {seen[other]}." for other in same]
     write = "\n".join(f"    {line}" for line in (_IMPORT, method.write))
     return " ".join(said) + f" Write, after DistributedDataParallel(...) is made:\n\n{write}"
@@ -133,9 +132,8 @@ def advice(taken: Mapping[str, Sequence[float]], known: Mapping[str, Method]) ->
 
 def choice(taken: Mapping[str, Sequence[float]], known: Mapping[str, Method], left_out: Mapping[str, str]) -> str:
     """Return what a hook says that takes the method that pays, in a line."""
-    exact = frozenset(name for name, method in known.items() if method.exact)
     tried = {name: Turns.of(each) for name, each in taken.items()}
-    if not taken or (name := recommended(taken, exact)) is None:
+    if not taken or (name := recommended(taken, known)) is None:
         steps = [f"{name} {spread}" for name, spread in tried.items()]
         why = "; ".join([*steps, *(f"{name} left out: {reason}" for name, reason in left_out.items())])
         return f"gradients stay with all-reduce, no other sum makes a step shorter beyond the spread ({why})"

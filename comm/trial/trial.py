@@ -68,8 +68,7 @@ class Trial:
     @property
     def recommended(self) -> str | None:
         """The method that pays, None where nothing does."""
-        exact = frozenset(name for name, method in self.known.items() if method.exact)
-        return recommended(self.taken, exact) if self.taken else None
+        return recommended(self.taken, self.known) if self.taken else None
 
     @property
     def looks(self) -> bool:

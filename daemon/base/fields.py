@@ -43,9 +43,9 @@ class Fields:
             return value
         raise self.wrong(name, f"an integer {_range(value, low, high, MAX_INTEGER)}")
 
-    def optional_integer(self, name: str, low: int = 0, high: int = MAX_INTEGER) -> int | None:
+    def optional_integer(self, name: str, low: int = 0) -> int | None:
         """Return the integer field `name`, None when it is null or missing."""
-        return None if self.values.get(name) is None else self.integer(name, low, high)
+        return None if self.values.get(name) is None else self.integer(name, low)
 
     def number(self, name: str, low: float = 0.0, high: float = MAX_NUMBER) -> float:
         """Return the field `name`, an integer or float."""
@@ -72,9 +72,9 @@ class Fields:
             return value
         raise self.wrong(name, f"printable text of 1 to {high} bytes")
 
-    def optional_text(self, name: str, high: int = MAX_TEXT_BYTES) -> str:
+    def optional_text(self, name: str) -> str:
         """Return the text field `name`, "" when it is empty, null or missing."""
-        return "" if self.values.get(name) in ("", None) else self.text(name, high)
+        return "" if self.values.get(name) in ("", None) else self.text(name)
 
     def texts(self, name: str, high: int = MAX_INTEGER) -> list[str]:
         """Return the field `name`, a list of at most `high` texts."""

@@ -1,8 +1,7 @@
 """When this host's replicas may leave: in the idle spans of the training network (Gemini, Section 6.5).
 
 Trainers say when their network is idle in an iteration and when each iteration begins; both clocks are CLOCK_MONOTONIC.
-Chunks are cut as in Algorithm 6.2, but one by one and from what is left of the present span by the clock, so that
-a late capture or a slow link moves the next chunk instead of upsetting a list of them.
+What may leave now is decided by `SendSchedule`, for this host and for a trainer that sends its captures itself.
 
 Nothing waits for ever: the last span of a checkpoint's last iteration has no end, an iteration that does not come opens
 the gate after a while, and after a failure (`release`) everything may leave. Restores and repairs are never paced.
@@ -26,16 +25,24 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from resilient_run.ckpt.format.idle import IdleProfile, common
-from resilient_run.ckpt.format.schedule import PACED, STALL, STALL_S, Schedule, TransferCost, Window, plan, window
+from resilient_run.ckpt.format.schedule import (
+    PACED,
+    SHORTEST_STARTUP_S,
+    STALL,
+    STALL_S,
+    LinkMeter,
+    Schedule,
+    SendSchedule,
+    Window,
+    plan,
+)
 
 from ..base.policy import ReplicationPolicy
 from .download import RANGE_BYTES
 
 log = logging.getLogger(__name__)
 
-_STARTUP_S: Final = 0.001
-_SAMPLE_BYTES: Final = 256 << 10
-_SAMPLES: Final = 32
+_ITERATIONS: Final = 32
 _SMOOTHING: Final = 0.3
 _QUEUE_BYTES: Final = struct.Struct("i")
 _TCP_INFO_BYTES: Final = 192
@@ -65,14 +72,12 @@ class Pacer:
         clock: The monotonic clock.
 
     Attributes:
-        every: Of how many steps one checkpoint can be sent by this host.
-        reason: Why, and whether anything waits.
+        reason: Why one checkpoint of so many steps is sent, and whether anything waits.
     """
 
     def __init__(
         self, policy: ReplicationPolicy, *, changed: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.every = 1
         self.reason = "the network is not profiled yet" if policy.scheme in PACED else f"scheme {policy.scheme}"
         self._policy = policy
         self._told = changed
@@ -81,13 +86,22 @@ class Pacer:
         self._ranks: dict[int, _PacedRank] = {}
         self._plan: Schedule | None = None
         self._profile: IdleProfile | None = None
-        self._meter = LinkMeter(policy.bandwidth_mbit_s * 1e6 / 8)
-        self._released = False
+        self._sending = SendSchedule(
+            scheme=policy.scheme,
+            variance=policy.variance,
+            buffer_bytes=min(policy.chunk_bytes, RANGE_BYTES),
+            link=LinkMeter(policy.bandwidth_mbit_s * 1e6 / 8),
+        )
         self._turn = asyncio.Lock()
         self._changed = asyncio.Event()
         self._streams: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self._iterations: deque[float] = deque(maxlen=_SAMPLES)
+        self._iterations: deque[float] = deque(maxlen=_ITERATIONS)
         self._used_s = self._last_used_s = 0.0
+
+    @property
+    def every(self) -> int:
+        """Of how many steps one checkpoint can be sent by this host."""
+        return self._sending.every
 
     @property
     def is_on(self) -> bool:
@@ -112,13 +126,13 @@ class Pacer:
         """Begin with a trainer, and return the typical iteration that one of this rank and topology has found."""
         profile = self._profiles.get((rank, topology))
         self._ranks[rank] = _PacedRank(topology=topology, profile=profile)
-        self._wake()
+        self._update()
         return profile
 
     def detach(self, rank: int) -> None:
         """End with a trainer; what it left may leave at once."""
         self._ranks.pop(rank, None)
-        self._wake()
+        self._update()
 
     def profiled(self, rank: int, profile: IdleProfile) -> None:
         """Record when the network of an attached trainer is idle."""
@@ -126,7 +140,7 @@ class Pacer:
         if known is None:
             return
         known.profile = self._profiles[rank, known.topology] = profile
-        self._wake()
+        self._update()
 
     def iteration(self, rank: int, step: int, started_s: float, quiet_s: float = 0.0) -> None:
         """Record that the iteration after `step` steps began at `started_s`; no replica may leave for `quiet_s`."""
@@ -138,7 +152,7 @@ class Pacer:
         if step > max(other.step for other in self._ranks.values()):
             self._used_s, self._last_used_s = 0.0, self._used_s
         known.step, known.started_s, known.quiet_s = step, started_s, quiet_s
-        self._wake()
+        self._update()
 
     def captured(self, rank: int, step: int, *, checkpoint_bytes: int, copies: int) -> None:
         """Record that a capture of `step` is there to be sent, and plan anew with what is known by now."""
@@ -150,13 +164,14 @@ class Pacer:
             ready_s = self._clock() - known.started_s
             known.ready_s += (_SMOOTHING if known.ready_s else 1.0) * (ready_s - known.ready_s)
         self._replan()
+        self._update()
 
     def measured(self, rank: int, bytes_per_s: float) -> None:
         """Record what an attached trainer that sends by itself measures of the link, beside others of this host."""
         known = self._ranks.get(rank)
         if known is not None and self._policy.transport == "trainer":
             known.bytes_per_s = bytes_per_s
-            self._meter = LinkMeter(
+            self._sending.link = LinkMeter(
                 self._policy.bandwidth_mbit_s * 1e6 / 8 or sum(other.bytes_per_s for other in self._ranks.values())
             )
 
@@ -164,17 +179,17 @@ class Pacer:
 
     def release(self) -> None:
         """Let everything leave until the next generation: a failure was seen, or training is over."""
-        self._released = True
-        self._wake()
+        self._sending.released = True
+        self._update()
 
     def reset(self) -> None:
         """Begin a generation: its trainers are yet to come, and nobody waits for what its predecessor was sending."""
-        self._released = False
+        self._sending.released = False
         self._ranks.clear()
         self._iterations.clear()
         self._turn = asyncio.Lock()
         self._streams = weakref.WeakSet()
-        self._wake()
+        self._update()
 
     # What the peer server asks.
 
@@ -200,12 +215,12 @@ class Pacer:
                 await send(chunk_bytes)
                 sent_bytes = chunk_bytes + queued_bytes - self._queued_bytes()
                 if self._plan is None or seen.why.startswith("in span"):
-                    self._meter.add(sent_bytes, self._clock() - began_s, sock)
+                    self._sending.link.add(sent_bytes, self._clock() - began_s, _round_trip_s(sock))
                 size_bytes -= chunk_bytes
 
     def describe(self) -> dict[str, Any]:
         """Return what `resilientctl status` shows."""
-        cost, profile, made = self._meter.cost, self._profile, self._plan
+        cost, profile, made = self._sending.link.cost, self._profile, self._plan
         return {
             "scheme": self._policy.scheme,
             "transport": self._policy.transport,
@@ -223,51 +238,26 @@ class Pacer:
 
     async def _admit(self, step: int, wanted_bytes: int) -> tuple[int, Window]:
         """Wait until something may leave; return how much, and why."""
-        buffer_bytes = min(self._policy.chunk_bytes, RANGE_BYTES)
         while True:
-            seen, cost = self._window(step), self._meter.cost
-            if cost is None or math.isinf(seen.remaining_s):
-                size_bytes = min(buffer_bytes, wanted_bytes)
-            else:
-                remaining_s = seen.remaining_s - self._queued_bytes() / cost.bytes_per_s
-                burst_bytes = cost.burst_bytes(buffer_bytes, self._policy.scheme)
-                size_bytes = cost.chunk_bytes(remaining_s, buffer_bytes=burst_bytes, remaining_bytes=wanted_bytes)
+            now_s, cost = self._clock(), self._sending.link.cost
+            if cost is None:
+                # The first bytes measure the link, also in an iteration that is profiled.
+                size_bytes = min(self._sending.buffer_bytes, wanted_bytes)
+                return size_bytes, Window(remaining_s=math.inf, wait_s=0.0, why="not measured")
+            queued_s = self._queued_bytes() / cost.bytes_per_s
+            size_bytes, seen = self._sending.chunk(step, wanted_bytes, now_s=now_s, queued_s=queued_s)
             if size_bytes:
-                log.debug("step %d: %d bytes leave at %.4f s, %s", step, size_bytes, self._offset_s(), seen.why)
-                if cost is not None:
-                    self._used_s += cost.seconds(size_bytes)
+                offset_s = now_s - self._sending.began_s
+                log.debug("step %d: %d bytes leave at %.4f s, %s", step, size_bytes, offset_s, seen.why)
+                self._used_s += cost.seconds(size_bytes)
                 return size_bytes, seen
             changed = self._changed
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(seen.wait_s, _STARTUP_S)):
+                async with asyncio.timeout(max(seen.wait_s, SHORTEST_STARTUP_S)):
                     await changed.wait()
 
-    def _window(self, step: int) -> Window:
-        if self._released:
-            return Window(remaining_s=math.inf, wait_s=0.0, why="released")
-        quiet_until_s = max((rank.started_s + rank.quiet_s for rank in self._ranks.values()), default=0.0)
-        if quiet_until_s > self._clock():
-            return Window(remaining_s=0.0, wait_s=quiet_until_s - self._clock(), why="the network is being profiled")
-        if self._profile is None or self._plan is None or not self._plan.paced or not self._all_profiled():
-            return Window(remaining_s=math.inf, wait_s=0.0, why="not paced")
-        present = max(rank.step for rank in self._ranks.values())
-        return window(
-            self._profile,
-            offset_s=self._offset_s(),
-            iterations=present - step,
-            every=self.every,
-            variance=self._policy.variance,
-        )
-
-    def _offset_s(self) -> float:
-        """Return the time since the last rank began its iteration."""
-        return self._clock() - max((rank.started_s for rank in self._ranks.values()), default=0.0)
-
-    def _all_profiled(self) -> bool:
-        return bool(self._ranks) and all(rank.profile is not None and rank.step >= 0 for rank in self._ranks.values())
-
     def _replan(self) -> None:
-        cost = self._meter.cost
+        cost = self._sending.link.cost
         profiles = [rank.profile for rank in self._ranks.values() if rank.profile is not None]
         if cost is None or len(profiles) < len(self._ranks) or self._policy.scheme not in PACED:
             return
@@ -276,7 +266,7 @@ class Pacer:
             self._profile,
             checkpoint_bytes=sum(rank.checkpoint_bytes for rank in self._ranks.values()),
             copies=max(rank.copies for rank in self._ranks.values()),
-            buffer_bytes=cost.burst_bytes(min(self._policy.chunk_bytes, RANGE_BYTES), self._policy.scheme),
+            buffer_bytes=cost.burst_bytes(self._sending.buffer_bytes, self._policy.scheme),
             cost=cost,
             variance=self._policy.variance,
             max_every=self._policy.max_every,
@@ -286,49 +276,24 @@ class Pacer:
             log.info("replication: %s", reason)
         self.reason = reason
         if self._plan.every != self.every:
-            self.every = self._plan.every
+            self._sending.every = self._plan.every
             self._told()
 
     def _queued_bytes(self) -> int:
         """Return what was handed to the kernel and is not acknowledged yet."""
         return sum(_queued(stream) for stream in self._streams if stream.fileno() >= 0)
 
-    def _wake(self) -> None:
+    def _update(self) -> None:
+        """Tell the schedule what is known of all ranks by now, and wake what waits."""
+        ranks, sending = self._ranks.values(), self._sending
+        known = bool(ranks) and all(rank.profile is not None and rank.step >= 0 for rank in ranks)
+        sending.profile = self._profile if known and self._plan is not None and self._plan.paced else None
+        # An iteration of the host begins when the last of its ranks begins it.
+        sending.step = max((rank.step for rank in ranks), default=-1)
+        sending.began_s = max((rank.started_s for rank in ranks), default=0.0)
+        sending.quiet_until_s = max((rank.started_s + rank.quiet_s for rank in ranks), default=0.0)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-class LinkMeter:
-    """What sending costs, from the sending itself.
-
-    Args:
-        bytes_per_s: The bandwidth where it is known, 0 to measure it.
-    """
-
-    def __init__(self, bytes_per_s: float = 0.0) -> None:
-        self._given_bytes_per_s = bytes_per_s
-        self._rates: deque[float] = deque(maxlen=_SAMPLES)
-        self._startups: deque[float] = deque(maxlen=_SAMPLES)
-        self._size_bytes = 0
-        self._seconds = 0.0
-
-    @property
-    def cost(self) -> TransferCost | None:
-        """The median of what was seen, None while nothing was."""
-        bytes_per_s = self._given_bytes_per_s or (statistics.median(self._rates) if self._rates else 0.0)
-        if not bytes_per_s:
-            return None
-        startup_s = statistics.median(self._startups) if self._startups else _STARTUP_S
-        return TransferCost(startup_s=max(startup_s, _STARTUP_S), bytes_per_s=bytes_per_s)
-
-    def add(self, size_bytes: int, seconds: float, sock: socket.socket) -> None:
-        """Note that `size_bytes` were acknowledged in `seconds`; too few of them say something only together."""
-        self._size_bytes += size_bytes
-        self._seconds += seconds
-        if self._size_bytes >= _SAMPLE_BYTES and self._seconds > 0:
-            self._rates.append(self._size_bytes / self._seconds)
-            self._startups.append(_round_trip_s(sock))
-            self._size_bytes, self._seconds = 0, 0.0
 
 
 def _queued(sock: socket.socket) -> int:

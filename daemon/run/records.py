@@ -1,7 +1,7 @@
 """What launchers and the root write of a run beside its rounds: what it is, why a generation broke, how it ended."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from ..base.codec import UNIX_S, Record, limited
@@ -39,33 +39,46 @@ class Fingerprint(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Agreement(Record):
-    """What all launchers of a run must agree on, and the secret by which its daemons know each other.
+class Requirements(Record):
+    """What all launchers of a run must agree on.
 
     Attributes:
-        incarnation: Random id of this life of the run id.
         min_nodes: Fewest hosts of a generation.
         max_nodes: Most hosts of a generation.
-        token: The secret, where the hosts have no run key.
         key_proof: What follows from the run key, "" without one.
-        after_generation: Of the persisted pair that this life begins with, 0 without one.
-        ended_generation: The newest one with which a failure has ended the run, 0 without one.
-        fingerprint: What its launchers start.
+        fingerprint: What they start.
         elastic_s: How long a committed run waits for a host before it goes on with fewer ranks, and how long a
             generation lasts before it grows; None: it keeps its number of ranks.
         sizes: The numbers of ranks that it may have then, none for any.
     """
 
-    incarnation: str
     min_nodes: int
     max_nodes: int
-    token: str
     key_proof: str = ""
-    after_generation: int = 0
-    ended_generation: int = 0
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
     elastic_s: float | None = None
     sizes: tuple[int, ...] = ()
+
+    def required(self) -> dict[str, Any]:
+        """Return these by name, without what a subclass has beside them."""
+        return {each.name: getattr(self, each.name) for each in fields(Requirements)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement(Requirements):
+    """What the launchers of a run have agreed on, and the secret by which its daemons know each other.
+
+    Attributes:
+        incarnation: Random id of this life of the run id.
+        token: The secret, where the hosts have no run key.
+        after_generation: Of the persisted pair that this life begins with, 0 without one.
+        ended_generation: The newest one with which a failure has ended the run, 0 without one.
+    """
+
+    incarnation: str
+    token: str
+    after_generation: int = 0
+    ended_generation: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,7 +52,7 @@ class TierSource:
                 f"{expected}: start as many workers as before, or turn it into a DCP checkpoint, which loads into any "
                 "world size (resilientctl export), and start a new run id"
             )
-        return manifest.ranks[rank].geometry
+        return manifest.ranks[rank]
 
     async def fetch(self, rank: int, pair: Pair, slot: Slot, used_bytes: int) -> bytes:
         """Do what `read` says of the whole file, from byte 4096 on into `slot`, and return its header page."""

@@ -50,7 +50,7 @@ def write_import(
         with contextlib.suppress(TierError):
             file.abandon()
         raise
-    rank = RankFile(used_bytes=len(head) + payload_bytes, payload_offset=len(head), stored_bytes=stored_bytes)
+    rank = RankFile(capacity_bytes=len(head) + payload_bytes, payload_offset=len(head), stored_bytes=stored_bytes)
     persisted = Persisted(run_id=run_id, pair=pair, world_size=1, ranks={0: rank})
     # Reading and writing may have taken long.
     _refuse_published(tier, run_id)

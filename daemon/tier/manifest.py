@@ -11,23 +11,16 @@ from resilient_run.ckpt.format.pair import Pair
 from ..base.codec import Record, limited
 from ..base.fields import Fields
 from ..run.rounds import MAX_WORLD_SIZE
-from ..slots.slots import MAX_SLOT_BYTES, Geometry, read_size
+from ..slots.slots import MAX_SLOT_BYTES, Geometry
 
 _RANK_DIGITS = 9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankFile(Record):
-    """One rank's slot in the tier: the geometry that it has once it is read, and its stored size."""
+class RankFile(Geometry):
+    """One rank's slot in the tier: the geometry of a slot that has room for it, and its stored size."""
 
-    used_bytes: int = limited(read=read_size)
-    payload_offset: int
     stored_bytes: int = limited(high=2 * MAX_SLOT_BYTES)
-
-    @property
-    def geometry(self) -> Geometry:
-        """Size of a slot that has room for it, and where the payload begins."""
-        return Geometry(capacity_bytes=self.used_bytes, payload_offset=self.payload_offset)
 
 
 def read_files(values: Fields, name: str) -> dict[int, RankFile]:

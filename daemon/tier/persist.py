@@ -189,7 +189,7 @@ class Persister:
             return
         finally:
             self._drop()
-        used_bytes = sum(file.used_bytes for file in files.values())
+        used_bytes = sum(file.capacity_bytes for file in files.values())
         stored_bytes = sum(file.stored_bytes for file in files.values())
         log.info(
             "persisted ranks %s of generation %d step %d in %.1f s: %.1f MiB, stored in %.1f MiB",
@@ -248,7 +248,9 @@ class Persister:
             with contextlib.suppress(TierError):
                 await call(self._tier, writer.abandon)
             raise
-        return RankFile(used_bytes=header.used_bytes, payload_offset=header.payload_offset, stored_bytes=stored_bytes)
+        return RankFile(
+            capacity_bytes=header.used_bytes, payload_offset=header.payload_offset, stored_bytes=stored_bytes
+        )
 
     def _fail(self, pair: Pair, reason: str) -> None:
         log.error("generation %d step %d is not persisted by this host: %s", *pair, reason)

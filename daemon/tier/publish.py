@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
-from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair
 
 from ..base.policy import PersistPolicy
-from ..etcd.client import Entry, Etcd, EtcdUnavailable
+from ..etcd.client import Etcd, EtcdUnavailable
 from ..run import keys
+from ..run.mirror import Mirror, of
 from ..run.view import JobView
 from .manifest import Persisted
 from .persist_plan import PersistAnswer, PersistRequest, is_due, merged, parse_published
@@ -45,9 +45,7 @@ class Publisher:
         self._tier = tier
         self._view = view
         self._began_unix_s = time.time()
-        self._answers: dict[str, PersistAnswer] = {}
-        self._published: tuple[Pair, ...] | None = None
-        self._published_revision = 0
+        self._seen: Mirror | None = None
 
     def requested_with(self, pair: Pair, last: PersistRequest | None) -> dict[str, dict[str, Any]]:
         """Return what the root must put with the watermark `pair`, by key below the run: a request if one is due.
@@ -56,7 +54,7 @@ class Publisher:
             pair: The watermark.
             last: The request before.
         """
-        if self._published is None:
+        if self._seen is None:
             return {}
         due, reason = is_due(
             self._policy,
@@ -84,30 +82,28 @@ class Publisher:
                     for task in tasks:
                         task.cancel()
             finally:
-                self._answers, self._published, self._published_revision, self.error = {}, None, 0, None
+                self._seen, self.error = None, None
 
     async def _mirror(self, etcd: Etcd) -> None:
+        mirror = Mirror(
+            {keys.PERSISTED: lambda entry: parse_published(entry.value)}, {keys.ANSWERS: (str, of(PersistAnswer))}
+        )
         async with aclosing(etcd.changes(self._prefix + keys.PERSISTED)) as states:
             async for changes in states:
-                self._published = self._published or ()
-                for key, entry in changes.items():
-                    try:
-                        self._see(key.removeprefix(self._prefix), entry)
-                    except DaemonError as error:
-                        log.error("ignoring %s: %s", key, error)
+                self._seen = mirror.apply({key.removeprefix(self._prefix): entry for key, entry in changes.items()})
                 self._view.notify()
 
-    def _see(self, name: str, entry: Entry | None) -> None:
-        if name == keys.PERSISTED:
-            self._published, self._published_revision = (), 0
-            if entry is not None:
-                self._published_revision = entry.revision
-                self._published = parse_published(entry.value)
-        elif name.startswith(keys.ANSWERS()):
-            host = name.removeprefix(keys.ANSWERS())
-            self._answers.pop(host, None)
-            if entry is not None:
-                self._answers[host] = PersistAnswer.parse(entry.value)
+    @property
+    def _published(self) -> tuple[Pair, ...]:
+        return () if self._seen is None else self._seen.get(keys.PERSISTED, ())
+
+    @property
+    def _revision(self) -> int:
+        return 0 if self._seen is None else self._seen.revisions.get(keys.PERSISTED, 0)
+
+    @property
+    def _answers(self) -> dict[str, PersistAnswer]:
+        return {} if self._seen is None else self._seen.folders[keys.ANSWERS]
 
     async def _publish(self, etcd: Etcd, requested: Callable[[], PersistRequest | None]) -> None:
         """Publish, and delete what is superfluous: never both at once, so that nothing of a new publication goes."""
@@ -118,7 +114,7 @@ class Publisher:
 
         while True:
             await self._view.wait_for(lambda: is_new(requested()) or self._publishable(requested()) is not None)
-            request, revision = requested(), self._published_revision
+            request, revision = requested(), self._revision
             assert request is not None
             pair = request.pair
             if (persisted := self._publishable(request)) is None:
@@ -139,7 +135,7 @@ class Publisher:
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)
                 continue
-            await self._view.wait_for(lambda: self._published_revision != revision)  # noqa: B023
+            await self._view.wait_for(lambda: self._revision != revision)  # noqa: B023
 
     async def _clean(self, requested: Pair) -> list[Pair]:
         """Delete what is superfluous now that `requested` is asked for.
@@ -156,10 +152,10 @@ class Publisher:
     def is_settled(self, pair: Pair) -> bool:
         """Tell whether `pair` is published, or cannot be because a host could not write its part."""
         failed = any(answer.pair == pair and answer.error is not None for answer in self._answers.values())
-        return failed or pair in (self._published or ())
+        return failed or pair in self._published
 
     def _publishable(self, request: PersistRequest | None) -> Persisted | None:
         """Return the requested pair if every host has written its part of it and it is not published yet."""
-        if self._published is None or request is None or request.pair in self._published:
+        if self._seen is None or request is None or request.pair in self._published:
             return None
         return merged(request.pair, self._run_id, self._answers)

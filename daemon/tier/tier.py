@@ -213,7 +213,7 @@ class Tier:
         manifest = self.manifest(pair)
         if rank not in manifest.ranks:
             raise SlotError(f"{self.shown} has ranks 0 to {manifest.world_size - 1} of {pair}, not rank {rank}")
-        used_bytes, what = manifest.ranks[rank].used_bytes, f"rank {rank} of {pair} in {self.shown}"
+        used_bytes, what = manifest.ranks[rank].capacity_bytes, f"rank {rank} of {pair} in {self.shown}"
         begins, count = [*self._begins.get((pair, rank), [len(_MAGIC)])], -(-used_bytes // FRAME_BYTES)
         with self._storage(f"read rank {rank} of {pair}"), self._open(pair, rank, what) as file:
             if file.read(len(_MAGIC)) != _MAGIC:

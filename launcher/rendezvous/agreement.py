@@ -5,7 +5,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
@@ -13,7 +13,7 @@ from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair, is_import, pair_value
 from resilient_run.daemon.etcd.client import Entry, Etcd
 from resilient_run.daemon.run import keys
-from resilient_run.daemon.run.records import Agreement, Fingerprint
+from resilient_run.daemon.run.records import Agreement, Requirements
 
 log = logging.getLogger(__name__)
 
@@ -22,29 +22,17 @@ _MAY_DIFFER = frozenset({"user", "script", "arguments", "torch"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class Terms(Requirements):
     """What one launcher asks of the run.
 
     Attributes:
-        min_nodes: Fewest hosts of a generation.
-        max_nodes: Most hosts of a generation.
-        key_proof: What follows from the run key, "" without one.
-        fingerprint: What it starts.
         allow_different: Whether it joins a run of another user, script, arguments or torch all the same.
-        elastic_s: As in `Agreement`.
-        sizes: As in `Agreement`.
         persisted: Returns the published pairs of the run id, oldest first (an import counts as the oldest), and by how
             many ranks the newest was made, None for an import: a run that etcd does not know begins with that one.
             Called in a thread.
     """
 
-    min_nodes: int
-    max_nodes: int
-    key_proof: str = ""
-    fingerprint: Fingerprint = field(default_factory=Fingerprint)
     allow_different: bool = False
-    elastic_s: float | None = None
-    sizes: tuple[int, ...] = ()
     persisted: Callable[[], tuple[list[list[int]], int | None]] = lambda: ([], None)
 
 
@@ -71,15 +59,7 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> En
             job = Agreement.parse(entry.value)
         except DaemonError as error:
             raise RendezvousStateError(f"etcd key {key} is damaged ({error}); delete it") from error
-        ours = replace(
-            job,
-            min_nodes=terms.min_nodes,
-            max_nodes=terms.max_nodes,
-            key_proof=terms.key_proof,
-            fingerprint=terms.fingerprint,
-            elastic_s=terms.elastic_s,
-            sizes=terms.sizes,
-        )
+        ours = replace(job, **terms.required())
         if ours == job:
             return entry
         if abandoned and await etcd.commit({key: entry.revision, members: 0}, {key: ours.to_value()}):
@@ -104,14 +84,9 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> bool:
     newest = Pair(*pairs[-1]) if pairs else Pair(0, 0)
     job = Agreement(
         incarnation=uuid.uuid4().hex,
-        min_nodes=terms.min_nodes,
-        max_nodes=terms.max_nodes,
         token=secrets.token_hex(16),
-        key_proof=terms.key_proof,
-        fingerprint=terms.fingerprint,
-        elastic_s=terms.elastic_s,
-        sizes=terms.sizes,
         after_generation=newest.generation,
+        **terms.required(),
     )
     puts = {keys.JOB: job.to_value()}
     if pairs:
@@ -126,7 +101,7 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> bool:
     return begun
 
 
-def _described(job: Agreement) -> dict[str, str]:
+def _described(job: Requirements) -> dict[str, str]:
     """Return, for people, what launchers must have in common, by what it is."""
     known = job.fingerprint
     return {

@@ -89,21 +89,18 @@ def next_round(
     needed = min_nodes if elastic_s is not None else max(min_nodes, min(len(before), max_nodes))
     everybody = ready
     ready, avoided = _usable(view, ready, needed, now_unix_s)
+    # Rather with a host that is in quarantine than not at all.
+    choices = ready, everybody
     missing += f"; in quarantine: {', '.join(avoided)}" if avoided else ""
     if len(ready) < min_nodes:
         return FormingDecision(members=None, reason=f"{len(ready)} of at least {min_nodes} hosts are ready{missing}")
     if view.bound is not None:
         same = partial(_same_size, view.bound, before, min_nodes=min_nodes, max_nodes=max_nodes, missing=missing)
-        decision = same(ready)
-        # Rather with a host that is in quarantine than not at all.
-        anyway = decision if decision.members is not None else same(everybody)
-        return decision if anyway.members is None else anyway
+        decisions = [same(hosts) for hosts in choices]
+        return next((decision for decision in decisions if decision.members is not None), decisions[0])
     if view.job is not None and view.elastic_s is not None:
-        fits = allowed(view.job.sizes, before, ready, max_nodes)
-        if len(fits) < min_nodes:
-            # Rather with a host that is in quarantine than not at all.
-            fits = allowed(view.job.sizes, before, everybody, max_nodes)
-        if len(fits) < min_nodes:
+        found = (allowed(view.job.sizes, before, hosts, max_nodes) for hosts in choices)
+        if (fits := next((hosts for hosts in found if len(hosts) >= min_nodes), None)) is None:
             why = f"{_ranks(ready.values())} ranks are ready, and --rr-sizes allows "
             why += f"{', '.join(map(str, view.job.sizes))} on at least {min_nodes} hosts{missing}"
             return FormingDecision(members=None, reason=why, wait_s=_REMIND_S, notable=True)

@@ -47,7 +47,9 @@ def tier(tmp_path: Path) -> Path:
     header, tier = slot.header(), Tier(str(tmp_path / "tier"), "run")
     writer = tier.write((1, 3), 0)
     writer.write(slot.buffer[: header.used_bytes])
-    file = RankFile(used_bytes=header.used_bytes, payload_offset=header.payload_offset, stored_bytes=writer.finish())
+    file = RankFile(
+        capacity_bytes=header.used_bytes, payload_offset=header.payload_offset, stored_bytes=writer.finish()
+    )
     slot.close()
     tier.publish(Persisted(run_id="run", pair=(1, 3), world_size=1, ranks={0: file}))
     return tmp_path / "tier"

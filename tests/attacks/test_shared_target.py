@@ -49,7 +49,7 @@ def is_whole(victim: Path) -> bool:
 def store(tier: Tier, pair: Pair) -> None:
     writer = tier.write(pair, 0)
     writer.write(memoryview(bytes(9000)))
-    file = RankFile(used_bytes=9000, payload_offset=8192, stored_bytes=writer.finish())
+    file = RankFile(capacity_bytes=9000, payload_offset=8192, stored_bytes=writer.finish())
     tier.publish(Persisted(run_id="run", pair=pair, world_size=1, ranks={0: file}))
 
 
