@@ -70,7 +70,7 @@ def test_advice_says_how_much_and_what_to_write(seconds: dict[str, float], said:
     ("arguments", "message"),
     [
         (["nowhere.py"], "nowhere.py: there is no such file"),
-        (["--seconds", "0", SCRIPT], "0.0 is not in the range"),
+        (["--seconds", "0", SCRIPT], "0 is not in the range"),
     ],
 )
 def test_bad_input_is_refused(monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:

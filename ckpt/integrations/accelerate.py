@@ -230,7 +230,7 @@ class _ShardedLoader(PositionedLoader):
     @property
     def share(self) -> Share:
         # One process alone gets what there is from Accelerate as it is.
-        alone = framework("accelerate.state", _REQUIREMENT).PartialState().num_processes == 1
+        alone = framework("accelerate.state").PartialState().num_processes == 1
         of_indices = type(self.loader.batch_sampler) is BatchSampler and not isinstance(
             self.loader.dataset, IterableDataset
         )

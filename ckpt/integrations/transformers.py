@@ -82,7 +82,7 @@ class ResilientMixin(_Trainer):
         self._loader = dataloader
         epochs, *others = super().set_initial_training_values(args, dataloader)
         self._epochs = epochs
-        flow = framework("transformers.trainer_callback", _REQUIREMENT).DefaultFlowCallback
+        flow = framework("transformers.trainer_callback").DefaultFlowCallback
         if args.max_steps > 0 and any(isinstance(each, flow) for each in self.callback_handler.callbacks):
             # It ends with that step; after more ranks, whose epochs were shorter, it takes more epochs than it seems.
             epochs = max(epochs, args.max_steps)
