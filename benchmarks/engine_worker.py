@@ -5,10 +5,10 @@ worker would keep a pipe open.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -42,6 +42,8 @@ class Zero3:
 
     def __init__(self, mb: int) -> None:
         import deepspeed
+        import deepspeed.module_inject.auto_ep_layer  # else initialize() does, too late for `--rr-preload learn`
+        import deepspeed.runtime.zero.muon.muon_optimizer
 
         deepspeed.init_distributed("gloo", verbose=False)
         model = _stack(mb)
@@ -81,11 +83,16 @@ class Megatron:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
 
-        sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # now: `--rr-preload learn` stops at it
-        from with_megatron import on_cpu
+        # Not by way of `sys.path`: `--rr-preload learn` learns nothing after a change of it.
+        example = Path(__file__).parent.parent / "examples" / "with_megatron.py"
+        spec = importlib.util.spec_from_file_location("with_megatron", example)
+        assert spec is not None
+        assert spec.loader is not None
+        with_megatron = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(with_megatron)
 
         dist.init_process_group("gloo")
-        on_cpu()
+        with_megatron.on_cpu()
         parallel_state.initialize_model_parallel(create_gloo_process_groups=True)
         half = {"bf16": True, "params_dtype": torch.bfloat16}
         config = TransformerConfig(
@@ -313,6 +320,8 @@ def main() -> None:
     args = options.parse_args()
     os.dup2(os.open(args.directory / "lines", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
     warnings.simplefilter("ignore")
+    if args.keeper == "resilient-run":
+        from resilient_run import Checkpointer  # noqa: F401 - at the beginning, as scripts have it
     engine = ENGINES[args.engine](args.mb)
     {"costs": costs, "train": train}[args.measured](engine, args.keeper, args.count, args.directory)
     dist.barrier()

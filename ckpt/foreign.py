@@ -63,14 +63,15 @@ def foreign(objects: Iterable[Any] = ()) -> str | None:
     Args:
         objects: The registered ones.
     """
-    kinds = {id(found): kind for kind in _KINDS if (found := getattr(sys.modules.get(kind.module), kind.name, None))}
+    kinds = [(base, kind) for kind in _KINDS if (base := getattr(sys.modules.get(kind.module), kind.name, None))]
     if not kinds:
         return None
     covered = {id(each) for item in objects if hasattr(type(item), "covers") for each in item.covers()}
     classes = {id(type(item)): type(item) for item in gc.get_objects() if id(item) not in covered}
-    for found in classes.values():
-        for base in found.__mro__:
-            if kind := kinds.get(id(base)):
+    # The first kind that there is, whatever order the objects have: an optimizer tells more than a tracker.
+    for base, kind in kinds:
+        for found in classes.values():
+            if any(each is base for each in found.__mro__):
                 return (
                     f"{found.__module__}.{found.__qualname__} {kind.reason}, and a checkpoint would not have all of "
                     f"it. {kind.remedy}"

@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "0-fp32-moe": {"stage": 0, "dtype": "fp32", "moe": True},
     "0-fp32-pipeline": {"stage": 0, "dtype": "fp32", "accumulate": 2, "pipeline": True},
     "1-fp32": {"stage": 1, "dtype": "fp32"},
-    "1-bf16": {"stage": 1, "dtype": "bf16", "accumulate": 2},
+    "1-bf16": {"stage": 1, "dtype": "bf16", "accumulate": 2, "freeze": 6},
     "1-fp16": {"stage": 1, "dtype": "fp16"},
     "1-fp32-pipeline": {"stage": 1, "dtype": "fp32", "accumulate": 2, "pipeline": True},
     "2-fp32": {"stage": 2, "dtype": "fp32"},

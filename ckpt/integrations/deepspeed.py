@@ -96,6 +96,7 @@ class EngineState:
             )
         return {
             "tensors": dict(self._tensors()),
+            "frozen": [name for name, each in engine.module.named_parameters() if not each.requires_grad],
             "extra": {name: module.get_extra_state() for name, module in self._with_extra()},
             "masters": [master.detach() for master in masters],
             "states": states,
@@ -118,6 +119,8 @@ class EngineState:
             whole[0].partition(whole)
         for name, tensor in self._tensors():
             tensor.copy_(state["tensors"][name])
+        for name, parameter in engine.module.named_parameters():
+            parameter.requires_grad = name not in state["frozen"]
         for name, module in self._with_extra():
             module.set_extra_state(state["extra"][name])
         for master, saved in zip(masters, state["masters"], strict=True):

@@ -165,6 +165,8 @@ with Checkpointer(engine=EngineState(engine), loader=loader, epoch=0, losses=[])
 
     stream = batches()
     for n in range(done, steps):
+        if n == case.get("freeze"):
+            engine.module[1].requires_grad_(False)
         if pipeline:
             losses.append(float(engine.train_batch(stream)))
         else:
