@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
@@ -44,6 +44,17 @@ def framework(name: str) -> ModuleType:
         raise ImportError(
             f"{name} is needed here and cannot be imported ({error}): pip install '{requirement}'"
         ) from error
+
+
+def frozen(module: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters that are not trained."""
+    return [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+
+
+def freeze(module: torch.nn.Module, names: Collection[str] | None) -> None:
+    """Train all parameters but these; None, of a capture of a version before, leaves them as they are."""
+    for name, parameter in module.named_parameters() if names is not None else ():
+        parameter.requires_grad = name not in names
 
 
 @contextmanager

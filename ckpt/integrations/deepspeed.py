@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import StateError
-from .common import framework
+from .common import framework, freeze, frozen
 
 _COUNTS: Final = (
     "global_steps",
@@ -96,7 +96,7 @@ class EngineState:
             )
         return {
             "tensors": dict(self._tensors()),
-            "frozen": [name for name, each in engine.module.named_parameters() if not each.requires_grad],
+            "frozen": frozen(engine.module),
             "extra": {name: module.get_extra_state() for name, module in self._with_extra()},
             "masters": [master.detach() for master in masters],
             "states": states,
@@ -119,8 +119,7 @@ class EngineState:
             whole[0].partition(whole)
         for name, tensor in self._tensors():
             tensor.copy_(state["tensors"][name])
-        for name, parameter in engine.module.named_parameters():
-            parameter.requires_grad = name not in state["frozen"]
+        freeze(engine.module, state.get("frozen"))
         for name, module in self._with_extra():
             module.set_extra_state(state["extra"][name])
         for master, saved in zip(masters, state["masters"], strict=True):

@@ -5,7 +5,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import StateError
-from .common import framework
+from .common import framework, freeze, frozen
 
 _KEPT: Final = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
 _UNTRIED: Final = ("fp8", "fp4", "use_precision_aware_optimizer", "optimizer_cpu_offload", "use_megatron_fsdp")
@@ -30,9 +30,10 @@ class MegatronState:
             checkpointer.step(iteration)
         ```
 
-    Kept are parameters and buffers of the model chunks, fp32 weights, optimizer states and options, the loss scale, the
-    schedule, the states of Megatron's random generators, the microbatch calculator and the counters in `args`. Of what
-    a distributed optimizer shards, each rank keeps its own shard: loading gathers the rest, so all ranks have to.
+    Kept are parameters and buffers of the model chunks, which parameters are frozen, fp32 weights, optimizer states and
+    options, the loss scale, the schedule, the states of Megatron's random generators, the microbatch calculator and the
+    counters in `args`. Of what a distributed optimizer shards, each rank keeps its own shard: loading gathers the rest,
+    so all ranks have to.
     """
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any = None, args: Any = None) -> None:
@@ -100,6 +101,7 @@ class MegatronState:
         tracker = self._random._CUDA_RNG_STATE_TRACKER
         return {
             "model": [self._whole(chunk) for chunk in self._chunks],
+            "frozen": [frozen(chunk) for chunk in self._chunks],
             "optimizers": [_optimizer_state(each) for each in self._optimizers],
             "scheduler": _plain(self._scheduler),
             "rng": {} if tracker is None else {name: _rng_state(each) for name, each in tracker.states_.items()},
@@ -113,6 +115,8 @@ class MegatronState:
         for chunk, saved in zip(self._chunks, state["model"], strict=True):
             for name, tensor in self._whole(chunk).items():
                 tensor.copy_(saved[name])
+        for chunk, names in zip(self._chunks, state.get("frozen", [None] * len(self._chunks)), strict=True):
+            freeze(chunk, names)
         for each, saved in zip(self._optimizers, state["optimizers"], strict=True):
             _load_optimizer(each, saved)
         for target, saved in (
