@@ -5,6 +5,7 @@ import math
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -30,8 +31,8 @@ def refuse_unusable(args: argparse.Namespace) -> None:
         ("--tee", Std.from_str, _STREAMS),
         ("--local-ranks-filter", _are_ranks, "ranks of this host, with commas between several"),
         ("--event-log-handler", get_logging_handler, "console, dynamic_rendezvous or null"),
-        ("--local-addr", lambda address: socket.getaddrinfo(address, None), "a name or an address of this host"),
-        ("--log-dir", lambda path: os.makedirs(path, exist_ok=True), "a directory that you may write to"),
+        ("--local-addr", _is_address, "a name or an address of this host"),
+        ("--log-dir", partial(_is_for_logs, args.logs_specs), "a directory that you may write to"),
     ):
         _refuse(option, getattr(args, option.removeprefix("--").replace("-", "_")), usable, allowed)
 
@@ -56,8 +57,22 @@ def _is_range_of_hosts(nnodes: str) -> bool:
     return bool(0 < fewest <= most)
 
 
-def _are_ranks(ranks: str) -> bool:
-    return not ranks or all(int(rank) >= 0 for rank in ranks.split(","))
+def _are_ranks(ranks: str) -> object:
+    # One that this host does not have shows nothing.
+    return not ranks or list(map(int, ranks.split(",")))
+
+
+def _is_address(address: str) -> object:
+    return not address or socket.getaddrinfo(address, None)
+
+
+def _is_for_logs(logs_specs: str | None, path: str) -> bool:
+    """Tell whether logs can be written to `path`, which is made: "" is a temporary directory, /dev/null is none."""
+    # A plugin alone knows what it takes for a directory.
+    if logs_specs is not None or path in ("", os.devnull):
+        return True
+    os.makedirs(path, exist_ok=True)
+    return os.access(path, os.W_OK | os.X_OK)
 
 
 def _is_number_of_workers(nproc_per_node: str) -> bool:

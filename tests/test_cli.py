@@ -17,6 +17,7 @@ import psutil
 import pytest
 from cluster import kill, wait_until
 from launchers import execute_launcher, run_python, start_launcher, start_python
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as torch_api
@@ -27,6 +28,7 @@ from resilient_run.launcher import cli
 from resilient_run.launcher.api import LaunchConfig, elastic_launch, installed, launch_agent
 from resilient_run.launcher.config import RunConfig
 from resilient_run.launcher.etcd_server import EtcdServerError
+from resilient_run.launcher.torch_options import refuse_unusable
 
 pytestmark = pytest.mark.jobs
 
@@ -79,6 +81,27 @@ def test_what_torchs_parser_takes_and_its_launcher_cannot_use(
     (told,) = [line for line in capfd.readouterr().err.splitlines() if name in line]
     assert value in told
     assert allowed in told
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--log-dir=/dev/null"],
+        ["--log-dir="],
+        ["--log-dir=s3://bucket/logs", "--logs-specs=elsewhere"],
+        ["--local-addr=::1"],
+        ["--local-addr="],
+        ["--local-ranks-filter=-1"],
+        ["--local-ranks-filter="],
+        ["--nproc-per-node=cpu", "--redirects=0:1,1:3", "--tee=3", "--nnodes=2"],
+    ],
+)
+def test_what_torchs_launcher_takes_is_not_refused(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refuse_unusable(torchrun.parse_args([*options, "train.py"]))
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("option", ["--rr-elastic=nan", "--rr-elastic=inf"])

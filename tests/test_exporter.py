@@ -191,19 +191,42 @@ def test_the_page_draws_steps_and_failures(tmp_path: Path) -> None:
 
 
 def test_a_history_covers_days_with_few_points() -> None:
-    history, job = History(), {"run_id": "r", "generation": 1, "watermark": None, "last_steps": {}}
+    history, job = History(), {"run_id": "r", "host": "a", "generation": 1, "watermark": None, "last_steps": {}}
     for second in range(100_000):
         history.add_to({"jobs": [job]}, float(second))
     points = job["history"]
-    assert len(points) <= 240
-    assert points[0] == [0.0, None, None]
+    assert len(points) <= 241
+    assert points[0] == (0.0, None, None)
+    assert points[-1] == (99_999.0, None, None)
     gaps = {after[0] - before[0] for before, after in itertools.pairwise(points)}
     assert len(points) > 100
     assert max(gaps) <= 100_000 / 100
     history.add_to({"jobs": [{**job, "run_id": "other"}]}, 1e6)
     again = {**job, "last_steps": {"0": 7}, "watermark": {"generation": 1, "step": 6}}
     history.add_to({"jobs": [again]}, 2e6)
-    assert again["history"] == [[2e6, 7, 6]], "a run that went is forgotten"
+    assert again["history"] == [(2e6, 7, 6)], "a run that went is forgotten"
+
+
+def test_launchers_of_one_run_at_one_daemon_have_a_history_each() -> None:
+    history = History()
+    for second in (10.0, 20.0):
+        jobs = [
+            {"run_id": "r", "host": host, "generation": 1, "watermark": None, "last_steps": {0: step}}
+            for host, step in (("vm", 3), ("vm#1", 4))
+        ]
+        history.add_to({"jobs": [*jobs, {"run_id": "r", "host": "vm#2"}]}, second)
+    assert [job["history"] for job in jobs] == [
+        [(10.0, 3, None), (20.0, 3, None)],
+        [(10.0, 4, None), (20.0, 4, None)],
+    ]
+
+
+def test_a_clock_that_is_set_back_ends_no_history() -> None:
+    history = History()
+    for second, step in ((100.0, 1), (5000.0, 2), (110.0, 3), (120.0, 4)):
+        job = {"run_id": "r", "host": "a", "generation": 1, "watermark": None, "last_steps": {"0": step}}
+        history.add_to({"jobs": [job]}, second)
+    assert job["history"] == [(100.0, 1, None), (110.0, 3, None), (120.0, 4, None)]
 
 
 def test_a_killed_worker_is_in_the_metrics(host: Host) -> None:

@@ -5,6 +5,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,17 @@ def test_what_does_not_fit_is_refused_as_a_whole(
     with pytest.raises(StateError, match=message):
         load(imported(saved(other["model"].state_dict()), *arguments), **after)
     torch.testing.assert_close(dict(after["model"].state_dict()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("damaged", [["x", 9], ["d", ["values"], [["x", 9]]], ["l", 1, 2], None])
+def test_a_tree_that_names_what_is_not_there_is_refused(imported: Callable[..., Captures], damaged: Any) -> None:
+    after = training()
+    found = imported({"model": after["model"].state_dict()})
+    whole = found.ranks[0]
+    assert len(whole.manifest.tensors) <= 9
+    found.ranks[0] = replace(whole, manifest=replace(whole.manifest, tree=damaged))
+    with pytest.raises(SlotError, match=r"malformed|no objects"):
+        load(found, **after)
 
 
 def exported(tmp_path: Path) -> Path:

@@ -343,10 +343,12 @@ def opened(captures: Captures, tree: Node, leaves: Sequence[Made]) -> Any:
 
     Raises:
         RestoreError: Nobody has a verified copy of something.
+        SlotError: The tree is malformed.
     """
     plain = [index for index, made in enumerate(leaves) if made.spec.kind != "torch"]
-    found = dict[int, Any](enumerate(leaves))
-    found |= zip(plain, read(captures, [leaves[index] for index in plain]), strict=True)
+    found: list[Any] = [*leaves]
+    for index, content in zip(plain, read(captures, [leaves[index] for index in plain]), strict=True):
+        found[index] = content
     return unflatten(tree, found.__getitem__)
 
 
