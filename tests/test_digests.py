@@ -1,6 +1,6 @@
 """The digests in manifests: the same for the same bytes however they were copied, and another one for other bytes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ def captured(tree: dict[str, Any]) -> Captured:
     chunks = [payload[at : at + CHUNK_BYTES].numpy() for at in starts]
     assert checksums.tolist() == [digests.xxhash.xxh3_64_intdigest(chunk) for chunk in chunks]
     assert len(extended) == len(manifest) + digester.encoded_bytes
-    assert parse(extended, len(payload)) == parse(manifest, len(payload))
+    assert replace(parse(extended, len(payload)), compared=None) == parse(manifest, len(payload))
     values, names = digests.parse(extended), digests.names(extended)
     assert values.keys() == names.keys()
     return Captured(

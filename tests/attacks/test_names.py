@@ -55,14 +55,14 @@ def test_a_key_that_no_host_has_counts_as_nothing(
 def test_nor_may_a_run_or_a_host_have_such_a_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESILIENT_HOST_ID", "a")
     assert machine_name("run") == "a"
-    with pytest.raises(ValueError, match=r"--rdzv-id is .*: it must be printable"):
+    with pytest.raises(ValueError, match=r"--rdzv-id is .*must be printable"):
         machine_name(name)
     monkeypatch.setenv("RESILIENT_HOST_ID", name)
-    with pytest.raises(ValueError, match=r"RESILIENT_HOST_ID is .*: it must be printable"):
+    with pytest.raises(ValueError, match=r"RESILIENT_HOST_ID is .*must be printable"):
         machine_name("run")
     forgotten = CliRunner().invoke(resilientctl, ["forget", name])
     assert forgotten.exit_code == 2
-    assert "it must be printable" in forgotten.output
+    assert "must be printable" in forgotten.output
 
 
 @pytest.mark.parametrize("name", [STEERS, FORGES])
