@@ -140,6 +140,16 @@ def test_trainer_that_ends_with_a_step_may_take_more_epochs_than_its_ranks_need(
     assert (trainer.state.num_train_epochs, trainer.state.global_step) == (2, 8)
 
 
+def test_trainer_whose_epochs_are_cut_short_takes_no_more_of_them_than_it_does_alone(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Short(transformers.TrainerCallback):
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            control.should_epoch_stop = state.global_step % 2 == 0
+
+    assert trained(tmp_path, Numbers(), Short()).state.global_step == 2 * 2
+
+
 @pytest.mark.parametrize("dispatch", [True, False])
 def test_trainer_goes_on_from_its_own_checkpoint_in_a_stream(attempt: Any, tmp_path: Path, dispatch: bool) -> None:
     config = {"dispatch_batches": dispatch}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from resilient_run.ckpt.errors import StateError
 from resilient_run.ckpt.state.state import get_rng, set_rng
@@ -141,15 +141,99 @@ class Stream(IterableDataset[int]):
         return iter(range(SAMPLES))
 
 
-def test_a_stream_is_refused_in_the_middle_of_an_epoch() -> None:
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("kind", ["stream", "dispatched stream", "dispatched"])
+def test_what_is_dealt_out_in_another_way_is_refused_in_the_middle_of_an_epoch(
+    kind: str, ranks: tuple[int, int]
+) -> None:
     def make(rank: int, ranks: int) -> tuple[PreparedLoader, Any]:
-        loader = DataLoader(Stream(), BATCH, num_workers=0)
+        data = range(SAMPLES) if kind == "dispatched" else Stream()
+        shard = prepare_data_loader(
+            DataLoader(data, BATCH),  # type: ignore[arg-type]
+            num_processes=ranks,
+            process_index=rank,
+            put_on_device=True,
+            dispatch_batches=kind != "stream",
+        )
+        return PreparedLoader(shard), shard
+
+    before, after = ranks
+    begun = [make(rank, before) for rank in range(before)]
+    reading = begun if kind == "stream" else begun[:1]
+    held = [iter(shard.base_dataloader) for _, shard in reading]
+    assert all(next(each) is not None for each in held)
+    states = {rank: place.state_dict() for rank, (place, _) in enumerate(begun)}
+    with pytest.raises(StateError, match="is in the middle of an epoch"):
+        changed(make, states, after)
+
+
+def test_process_0_alone_reads_what_is_dispatched_so_that_others_may_have_other_generators() -> None:
+    def make(rank: int, ranks: int) -> tuple[PreparedLoader, Any]:
+        generator = torch.Generator().manual_seed(rank)
+        loader = DataLoader(range(SAMPLES), BATCH, shuffle=True, generator=generator)  # type: ignore[arg-type,var-annotated]
+        shard = prepare_data_loader(
+            loader, num_processes=ranks, process_index=rank, put_on_device=True, dispatch_batches=True
+        )
+        return PreparedLoader(shard), shard
+
+    states = {rank: make(rank, 2)[0].state_dict() for rank in range(2)}
+    for place, _ in changed(make, states, 3):
+        assert [state.tolist() for state in place.state_dict()["generators"].values()] == [
+            torch.Generator().manual_seed(0).get_state().tolist()
+        ]
+
+
+def test_a_loader_that_nobody_has_read_since_ranks_changed_may_change_again() -> None:
+    make = prepared({"use_seedable_sampler": True})
+    begun = [make(rank, 2) for rank in range(2)]
+    parts = [read(shard, 3) for _, shard in begun]
+    states = {rank: place.state_dict() for rank, (place, _) in enumerate(begun)}
+    for ranks in (3, 4):
+        states = {rank: place.state_dict() for rank, (place, _) in enumerate(changed(make, states, ranks))}
+    seen = [sample for _, given in parts for sample in given]
+    seen += [sample for _, shard in changed(make, states, 1) for sample in read(shard)[1]]
+    assert sorted(seen) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize(("ranks", "own"), [((2, 3), 34 % 12), ((3, 2), 26 % 8)])
+def test_metrics_leave_out_what_fills_up_the_last_round(ranks: tuple[int, int], own: int) -> None:
+    before, after = ranks
+    make = prepared({"use_seedable_sampler": True})
+    begun = [make(rank, before) for rank in range(before)]
+    held = [read(shard, 2) for _, shard in begun]
+    states = {rank: place.state_dict() for rank, (place, _) in enumerate(begun)}
+    assert len(held) == before
+    for _, shard in changed(make, states, after):
+        iterator, rest = read(shard, 1)
+        assert shard.remainder == own
+        rest += [sample for batch in iterator for sample in batch.tolist()]
+        assert len(rest) == BATCH * -(-(SAMPLES - 2 * BATCH * before) // (BATCH * after))
+        held.append(read(shard, 1))
+        assert shard.remainder == SAMPLES % (BATCH * after), "that of a whole epoch"
+
+
+class Noisy(Dataset[Any]):
+    """Gives a random number with each sample, drawn where it is read."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index), torch.rand(())
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_rest_of_an_epoch_is_augmented_with_other_random_numbers(workers: int) -> None:
+    def make(rank: int, ranks: int) -> tuple[PreparedLoader, Any]:
+        torch.manual_seed(7)
+        loader = DataLoader(Noisy(), BATCH, num_workers=workers)
         shard = prepare_data_loader(loader, num_processes=ranks, process_index=rank)
         return PreparedLoader(shard), shard
 
     begun = [make(rank, 2) for rank in range(2)]
-    held = [read(shard, 2) for _, shard in begun]
+    iterators = [iter(shard) for _, shard in begun]
+    had = [number for each in iterators for _ in range(2) for number in next(each)[1].tolist()]
     states = {rank: place.state_dict() for rank, (place, _) in enumerate(begun)}
-    assert len(held) == 2
-    with pytest.raises(StateError, match="is in the middle of an epoch"):
-        changed(make, states, 1)
+    for _, shard in changed(make, states, 3):
+        assert not {number for _, numbers in shard for number in numbers.tolist()} & set(had)

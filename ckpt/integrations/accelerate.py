@@ -15,7 +15,7 @@ from ..state.state import Stateful
 from .common import framework, warn_of_buckets
 from .deepspeed import EngineState
 from .position import PositionedLoader
-from .samples import Share, share_of
+from .samples import UNKNOWN, Share, share_of
 
 _SUPPORTED: Final = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 _OURS: Final = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -236,7 +236,7 @@ class _ShardedLoader(PositionedLoader):
         )
         if alone and of_indices:
             return 0, 1, False, True
-        return share_of(self.loader)
+        return share_of(self.loader) or UNKNOWN
 
     @property
     def given(self) -> int:
@@ -250,6 +250,10 @@ class _ShardedLoader(PositionedLoader):
         if at is not None and (at["finished"] or self.batches(at) == self.given):
             # Of an iterator that gives nothing it does not count the iteration.
             self._prepared.iteration += 1
+        if at is not None and at.get("skipped") and self._prepared.remainder >= 0:
+            # How many samples of the last round are no repetition, which gather_for_metrics() asks.
+            left = len(self.loader.dataset) - at["skipped"]
+            self._prepared.remainder = left % self._prepared.total_batch_size
         # Where it goes on, those are over.
         self._prepared.skip_batches = 0 if self.pending else self._skipped
         return super().__iter__()
@@ -270,10 +274,21 @@ class _Dispatched(PositionedLoader):
         prepared._fetch_batches = self._count
 
     @property
+    def share(self) -> Share:
+        return UNKNOWN
+
+    @property
     def given(self) -> int:
         if self.pending:
             return self._restored
         return max(0, self._fetched - (not self._prepared.end_of_dataloader) - self._skipped) if self.in_epoch else 0
+
+    def reshard(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        # Only process 0 draws from its generators.
+        drawn = states[min(states)]["generators"]
+        return super().reshard(
+            {other: {**state, "generators": drawn} for other, state in states.items()}, rank, world_size
+        )
 
     def go_to(self, position: Mapping[str, Any]) -> None:
         super().go_to(position)

@@ -48,7 +48,7 @@ def _give_back(trainer: Any) -> UnaskedCheckpointer | None:
     """Make the trainer what it was; return what kept its state."""
     unasked: UnaskedCheckpointer | None = trainer._unasked
     trainer.__class__ = type(trainer).__bases__[1]
-    for name in ("_hook", "_unasked", "_remembered", "_run", "_loader", "_prepared"):
+    for name in ("_hook", "_unasked", "_remembered", "_run", "_loader", "_prepared", "_epochs"):
         vars(trainer).pop(name, None)
     if unasked is not None:
         unasked.close()
@@ -58,6 +58,7 @@ def _give_back(trainer: Any) -> UnaskedCheckpointer | None:
 class _UnaskedMixin(ResilientMixin):
     """A Trainer while it trains."""
 
+    _resizes = False
     _hook: Hook
     _unasked: UnaskedCheckpointer | None
     _remembered: Remembered

@@ -228,6 +228,7 @@ class Fit:
         assert self._loader is not None
         return {
             "position": self._loader.position(),
+            "accumulation": trainer.accumulate_grad_batches,
             "at_s": time.time(),
             "loops": self._loop.state_dict(),
             "should_stop": trainer.should_stop,
@@ -257,6 +258,15 @@ class Fit:
             for name in ("loops", "should_stop", "callbacks", "precision", "data", "first")
         }
         first = states[min(states)]
+        if (at := position["at"]) is not None and "given" in at:
+            # A step has ended a round of accumulation, of which another number of ranks may want others.
+            accumulated = _accumulated(self._trainer, same["loops"]["epoch_progress"]["current"]["processed"])
+            given = -(-at["given"] // first.get("accumulation", accumulated)) * accumulated
+            position = {**position, "at": {**at, "given": given}}
+            progress = same["loops"]["epoch_loop.batch_progress"]
+            current = dict.fromkeys(("ready", "started", "processed", "completed"), given)
+            progress = {**progress, "current": {**progress["current"], **current}}
+            same["loops"] = {**same["loops"], "epoch_loop.batch_progress": progress}
         # What was logged without sync_dist is a rank's own.
         metrics = states.get(rank, first)["metrics"]
         results = {
@@ -347,6 +357,14 @@ def _exists(callback: Any, since_s: float, until_s: float, path: Any, trainer: A
                 written_s = callback._fs.modified(path).timestamp()
                 exists = not since_s - _CLOCK_S <= written_s <= until_s
     return bool(trainer.strategy.reduce_boolean_decision(exists, all=False))
+
+
+def _accumulated(trainer: Any, epoch: int) -> int:
+    """Return of how many batches an epoch accumulates gradients."""
+    scheduler = framework("lightning.pytorch.callbacks").GradientAccumulationScheduler
+    schedules = [each for each in trainer.callbacks if isinstance(each, scheduler)]
+    count = schedules[0].get_accumulate_grad_batches(epoch) if schedules else trainer.accumulate_grad_batches
+    return int(count)
 
 
 def _some(name: str, found: list[Any]) -> dict[str, Any]:

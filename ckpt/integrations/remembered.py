@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import islice, pairwise
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, cast
@@ -64,13 +64,13 @@ class Attributes:
 
     """
 
-    def __init__(self, things: Iterable[Any], managed: Iterable[Any], totals: Collection[str] = ()) -> None:
+    def __init__(self, things: Iterable[Any], managed: Iterable[Any], totals: Mapping[str, str] = {}) -> None:
         """Remember how it is.
 
         Args:
             things: The objects that have the attributes.
             managed: What they may hold, and is kept or made again otherwise: trained modules, optimizers, data.
-            totals: Names of attributes of which only the mean over ranks counts.
+            totals: Names of attributes of which only the "mean" or the "sum" over ranks counts.
         """
         self._totals = totals
         self._things: dict[str, Any] = {}
@@ -125,7 +125,7 @@ class Attributes:
         Raises:
             StateError: They had something differently.
         """
-        del rank, world_size
+        del rank
         made: dict[str, Any] = {}
         for path in dict.fromkeys(path for state in states.values() for path in state):
             made[path] = {}
@@ -133,7 +133,8 @@ class Attributes:
             for name in dict.fromkeys(name for each in several.values() for name in each):
                 values = {other: each.get(name, ["absent"]) for other, each in several.items()}
                 if name in self._totals and not any(isinstance(value, list) for value in values.values()):
-                    made[path][name] = sum(values.values()) / len(values)
+                    parts = len(values) if self._totals[name] == "mean" else world_size
+                    made[path][name] = sum(values.values()) / parts
                 else:
                     made[path][name] = alike(f"{path}.{name}", values)
         return made

@@ -22,8 +22,9 @@ _NOTHING: Final = xxhash.xxh3_128().hexdigest()
 Share = tuple[Any, ...]
 """Which rank of how many a loader is for; of Accelerate also whether each batch is cut, and whether rounds are filled.
 
-Empty where nothing is known of that.
+Empty where whoever iterates the loader gets all that it gives; `UNKNOWN` where that is dealt out in another way.
 """
+UNKNOWN: Final[Share] = (None,)
 
 
 def reshard(
@@ -66,7 +67,8 @@ def reshard(
     }
     if len(read) > 1 or len(at["share"]) != len(share):
         raise _unknown(loader)
-    given = at["drawn"] - (0 if at["finished"] else ahead)
+    # Where nothing was drawn since the last change, nothing was drawn ahead either.
+    given = max(0, at["drawn"] - (0 if at["finished"] else ahead))
     before = {"drawn": at["drawn"], "skipped": at["skipped"], "share": at["share"]}
     before["seen"] = {each["share"][0]: each["seen"] for each in positions if each}
     gone = {
@@ -76,6 +78,8 @@ def reshard(
         "given": at.get("given", 0) + given,
         "order": order,
         "was": before,
+        # Else workers would augment the rest with the random numbers of the beginning.
+        **dict.fromkeys(("made", "first", "last"), at["now"]),
     }
     return {**first, "at": {**at, **gone}}
 
@@ -205,7 +209,8 @@ def _dealing(loader: Any, share: Share) -> _Dealing:
     if _is_shard(batches):
         batches = batches.batch_sampler
     sampler: Any = getattr(batches, "sampler", None)
-    if not share or type(batches) is not BatchSampler or (len(share) == 2 and type(sampler) is not DistributedSampler):
+    known = len(share) > 2 or (len(share) == 2 and type(sampler) is DistributedSampler)
+    if not known or type(batches) is not BatchSampler:
         raise _unknown(loader)
     trims = batches.drop_last if len(share) > 2 else sampler.drop_last
     return _Dealing(sampler, batches.batch_size, trims, batches.drop_last)

@@ -6,6 +6,7 @@ methods of the Trainer itself.
 """
 
 import copy
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,8 +45,8 @@ _COUNTS: Final = (
 )
 
 
-_TOTALS: Final = ("_tr_loss", "current_flos")
-"""Attributes of Trainer that are averaged over ranks when they are logged."""
+_TOTALS: Final = {"_tr_loss": "mean", "current_flos": "sum"}
+"""Attributes of Trainer of which the mean or the sum over ranks is logged."""
 _OF_SIZE: Final = ("max_steps", "logging_steps", "eval_steps", "save_steps")
 
 
@@ -76,6 +77,7 @@ class ResilientMixin(_Trainer):
     """What `protect` gives a Trainer. As a base class, `class MyTrainer(ResilientMixin, Trainer)`, it does the same."""
 
     _run: "Run"
+    _resizes = True
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Remember the loader, which the optimizer is made with before Trainer does it."""
@@ -83,7 +85,8 @@ class ResilientMixin(_Trainer):
         epochs, *others = super().set_initial_training_values(args, dataloader)
         self._epochs = epochs
         flow = framework("transformers.trainer_callback").DefaultFlowCallback
-        if args.max_steps > 0 and any(isinstance(each, flow) for each in self.callback_handler.callbacks):
+        ends = any(isinstance(each, flow) for each in self.callback_handler.callbacks)
+        if self._resizes and args.max_steps > 0 and ends:
             # It ends with that step; after more ranks, whose epochs were shorter, it takes more epochs than it seems.
             epochs = max(epochs, args.max_steps)
         return epochs, *others
@@ -136,8 +139,10 @@ class ResilientMixin(_Trainer):
                     # As many steps as the rest of all epochs takes.
                     left = -(-(steps_in_epoch - steps_trained_in_current_epoch) // accumulated)
                     self.state.max_steps += self.state.global_step - (epoch + 1) * per_epoch + left
+                    run.shift = run.planned - self.state.max_steps
             run.over = self.control.should_epoch_stop or self.control.should_training_stop
             run.over |= steps_trained_in_current_epoch >= steps_in_epoch
+            run.shift_schedule()
         else:
             run.follow(train_dataloader, skipped=0)
         module = trainer_module()
@@ -170,6 +175,8 @@ class ResilientMixin(_Trainer):
                 **others,
             )
         run.over = False
+        if run.shift is None and self.args.max_steps > 0 and epoch + 1 >= self._epochs:
+            self.control.should_training_stop = True
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return no batches where a restart finds that the epoch was at its end."""
@@ -220,6 +227,8 @@ class Run:
         resumed: What was restored, until its epoch begins.
         loader: The position in the epoch.
         over: Whether the epoch that is gone on with has no more steps.
+        planned: How many steps this number of ranks would take from the beginning.
+        shift: How many steps ahead of its own the learning rate's schedule is; None if there were never other ranks.
         logged: The norm of gradients and the learning rate that this epoch has given to be logged.
     """
 
@@ -233,6 +242,8 @@ class Run:
         self._arguments = _plain(trainer.args)
         self.resumed: dict[str, Any] | None = None
         self.over = False
+        self.planned = trainer.state.max_steps
+        self.shift: int | None = None
         self.logged: tuple[Any, float | None] = (None, None)
         self.follow(trainer._loader, skipped=0)
         warn_of_buckets([trainer.model_wrapped], "TrainingArguments(ddp_find_unused_parameters=True)")
@@ -267,6 +278,7 @@ class Run:
         elif self._restored is not None:
             # What callbacks did to it since then was done before.
             self._apply(resumed)
+            self.shift = resumed.get("shift")
             self._trainer.model.train(resumed["training"])
             self._restored.put_back()
         self.attributes.begin()
@@ -274,6 +286,13 @@ class Run:
             self._restored = None
             set_rng(self._rng)
         return resumed
+
+    def shift_schedule(self) -> None:
+        """Let a schedule that was made for `planned` steps end with the last one, as this many samples were trained."""
+        schedules = getattr(self._trainer.lr_scheduler, "lr_lambdas", [])
+        for index, schedule in enumerate(schedules):
+            if self.shift and getattr(schedule, "keywords", {}).get("num_training_steps") == self.planned:
+                schedules[index] = functools.partial(_shifted, schedule, self.shift)
 
     def step(self) -> None:
         """Record that a step is completed, if one is."""
@@ -291,6 +310,7 @@ class Run:
         return {
             "epoch": self._epoch,
             "skipped": self._skipped,
+            "shift": self.shift,
             "accumulation": trainer.args.gradient_accumulation_steps,
             "loader": self.loader.state_dict(),
             "logged": self.logged,
@@ -333,7 +353,7 @@ class Run:
             given = rounds * accumulated
             loader = {**loader, "given": given, "at": {**at, "given": given}}
         # What is logged has times of a rank's own.
-        return {**states.get(rank, first), **same, "counts": counts, "loader": loader, "resized": True}
+        return {**states.get(rank, first), **same, "counts": counts, "loader": loader, "resized": True, "shift": 0}
 
     def _apply(self, state: dict[str, Any]) -> None:
         trainer = self._trainer
@@ -356,6 +376,10 @@ class Run:
         self._history += "".join(f"{json.dumps(entry, default=float)}\n" for entry in history[self._entries :])
         self._entries = len(history)
         return self._history
+
+
+def _shifted(schedule: Callable[[int], float], shift: int, step: int) -> float:
+    return schedule(max(0, step + shift))
 
 
 def _sizeless(counts: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from resilient_run import Checkpointer
 
-SAMPLES, BATCH, ACCUMULATE, EPOCHS = 50, 3, 2, 2
+SAMPLES, BATCH, EPOCHS = 50, 3, 2
+ACCUMULATE = {1: 3, 2: 2, 3: 2}
+"""Number of ranks → of how many batches each accumulates gradients."""
 
 
 class Samples(Dataset[dict[str, Any]]):
@@ -53,21 +55,28 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0)
 
 
-def replayed(steps: list[list[list[list[int]]]], *, divides_by_given: bool) -> list[float]:
+def replayed(steps: list[list[list[list[int]]]], rates: dict[int, float], *, divides_by_given: bool) -> list[float]:
     """Return the parameters after steps, of each of which these are the batches of each rank."""
     data, model = Samples(), Net()
     optimizer = optimizer_of(model)
-    for ranks in steps:
+    for number, ranks in enumerate(steps):
         optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = rates.get(number, 0.01)
         for batches in ranks:
             for batch in batches:
                 items = [data[number] for number in batch]
                 loss = model(
                     **{name: torch.stack([torch.as_tensor(item[name]) for item in items]) for name in items[0]}
                 )
-                ((loss["loss"] / (len(batches) if divides_by_given else ACCUMULATE)) / len(ranks)).backward()
+                (
+                    (loss["loss"] / (len(batches) if divides_by_given else ACCUMULATE[len(ranks)])) / len(ranks)
+                ).backward()
         optimizer.step()
     return [number for parameter in model.parameters() for number in parameter.flatten().tolist()]
+
+
+def accumulated() -> int:
+    return ACCUMULATE[int(os.environ["WORLD_SIZE"])]
 
 
 def say(**fields: object) -> None:
@@ -112,9 +121,9 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
     set_seed(0)
     if kind == "fsdp2":
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
-        accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE, fsdp_plugin=plugin)
+        accelerator = Accelerator(gradient_accumulation_steps=accumulated(), fsdp_plugin=plugin)
     else:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated())
     model = Net()
     model, optimizer, loader, other = accelerator.prepare(
         model, optimizer_of(model), DataLoader(Samples(), BATCH, shuffle=True), DataLoader(Samples(), 4)
@@ -143,19 +152,22 @@ def transformers(kind: str, directory: str) -> nn.Module:
 
     from resilient_run.integrations.transformers import protect
 
-    class ScaleNoSums(TrainerCallback):
+    class Watches(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
             if kind == "fsdp2":
                 on_cpu.scale_no_sums(model)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, optimizer: Any = None, **__: Any) -> None:
+            say(at=state.global_step, rate=optimizer.param_groups[0]["lr"])
 
     how = {"fsdp": True, "fsdp_config": {"version": 2}} if kind == "fsdp2" else {"use_cpu": True}
     arguments = TrainingArguments(
         output_dir=directory,
         num_train_epochs=EPOCHS,
         per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=ACCUMULATE,
+        gradient_accumulation_steps=accumulated(),
         learning_rate=0.01,
-        lr_scheduler_type="constant",
+        lr_scheduler_type="linear",
         max_grad_norm=0,
         weight_decay=0,
         logging_steps=2,
@@ -167,7 +179,7 @@ def transformers(kind: str, directory: str) -> nn.Module:
         **how,
     )
     trainer = Trainer(
-        model=Net(), args=arguments, train_dataset=Samples(), eval_dataset=Samples(), callbacks=[ScaleNoSums()]
+        model=Net(), args=arguments, train_dataset=Samples(), eval_dataset=Samples(), callbacks=[Watches()]
     )
     protect(trainer).train()
     return trainer.model
@@ -211,7 +223,7 @@ def lightning(kind: str, _directory: str) -> nn.Module:
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=world // int(os.environ["LOCAL_WORLD_SIZE"]),
         max_epochs=EPOCHS,
-        accumulate_grad_batches=ACCUMULATE,
+        accumulate_grad_batches=accumulated(),
         num_sanity_val_steps=0,
         callbacks=[ResilientCallback(), EarlyStopping("validation", patience=3)],
         logger=False,
