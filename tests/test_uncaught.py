@@ -99,7 +99,7 @@ def test_a_failure_takes_no_more_lines_than_with_torchrun(cluster: Cluster, tmp_
 def test_ctrl_c_shows_where_the_script_was(cluster: Cluster, tmp_path: Path) -> None:
     marks = [tmp_path / f"mark{rank}" for rank in (0, 1)]
     script = (
-        f"def slow():\n    open(f'{tmp_path}/mark{{rank}}', 'w').close()\n    time.sleep(600)\n\n\n"
+        f"def slow():\n    os.mkdir(f'{tmp_path}/mark{{rank}}')\n    time.sleep(600)\n\n\n"
         "Checkpointer(model=torch.nn.Linear(2, 2), slow=Keeps(slow))\n"
     )
     path = tmp_path / "train.py"
