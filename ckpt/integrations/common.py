@@ -53,8 +53,9 @@ def frozen(module: torch.nn.Module) -> list[str]:
 
 def freeze(module: torch.nn.Module, names: Collection[str] | None) -> None:
     """Train all parameters but these; None, of a capture of a version before, leaves them as they are."""
-    for name, parameter in module.named_parameters() if names is not None else ():
-        parameter.requires_grad = name not in names
+    if names is not None:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad = name not in names
 
 
 @contextmanager
