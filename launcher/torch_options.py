@@ -14,6 +14,8 @@ from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.multiprocessing.api import Std
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
+_STREAMS = "0 to 3, or RANK:0 to RANK:3 with commas between several"
+
 
 def refuse_unusable(args: argparse.Namespace) -> None:
     """Refuse the values of torch's own options that its launcher cannot use.
@@ -35,9 +37,6 @@ def refuse_unusable(args: argparse.Namespace) -> None:
         ("--log-dir", partial(_is_for_logs, args.logs_specs), "a directory that you may write to"),
     ):
         _refuse(option, getattr(args, option.removeprefix("--").replace("-", "_")), usable, allowed)
-
-
-_STREAMS = "0 to 3, or RANK:0 to RANK:3 with commas between several"
 
 
 def _refuse(option: str, value: Any, usable: Callable[[Any], object], allowed: str) -> None:
