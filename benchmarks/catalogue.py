@@ -237,13 +237,13 @@ BENCHMARKS: Final = (
         results=(
             Result(
                 name="engine-costs-zero3",
-                arguments=f"--engine zero3 --lm {LM} --rounds 3 --kill-after 8",
-                minutes=4,
+                arguments=f"--engine zero3 --lm {LM} --kill-after 8",
+                minutes=6,
                 needs=("deepspeed", LM),
             ),
             Result(
                 name="engine-costs-megatron",
-                arguments="--engine megatron --rounds 5 --kill-after 8",
+                arguments="--engine megatron --kill-after 8",
                 minutes=4,
                 needs=("megatron",),
             ),
