@@ -5,6 +5,8 @@ worker would keep a pipe open.
 """
 
 import argparse
+import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -42,8 +44,9 @@ class Zero3:
 
     def __init__(self, mb: int) -> None:
         import deepspeed
-        import deepspeed.module_inject.auto_ep_layer  # else initialize() does, too late for `--rr-preload learn`
-        import deepspeed.runtime.zero.muon.muon_optimizer
+
+        with contextlib.suppress(ImportError):  # lm-resiliency's environment has no resilient-run
+            importlib.import_module("resilient_run.integrations.deepspeed")  # early: for `--rr-preload learn`
 
         deepspeed.init_distributed("gloo", verbose=False)
         model = _stack(mb)

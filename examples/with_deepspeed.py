@@ -9,7 +9,6 @@ import os
 import sys
 
 import deepspeed
-import deepspeed.runtime.zero.muon.muon_optimizer  # else initialize() does, too late for `--rr-preload learn`
 import torch
 from torch import nn
 from torch.nn import functional as F
