@@ -1,0 +1,204 @@
+"""`resilientctl advise`: how many standbys and replicas a run should have, and how often to persist it."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from resilient_run.ckpt.errors import DaemonError
+
+from ..base.advice import MOST_FAILURES, Question, StandbyChoice, compare, rate_interval, seen_failures
+from ..base.costs import DAY_S, CheckpointCost, Failures, high_frequency_s
+from ..base.goodput import read_ledger
+from ..base.spec import Finite, parse_size
+
+_GBIT_BYTES: Final = 1e9 / 8
+_FEW: Final = 10
+_HOSTS: Final = click.IntRange(1, 4096)
+# Losses of a host (OPT-175B) are the chapter's, failures of software (54 in 54 days on 2,048 hosts) Llama 3's.
+_RATES: Final = {"host": 0.015, "software": 0.0005}
+_RECOVERY_S: Final = 420.0
+
+
+def _number(name: str, unit: str, default: float | None, text: str, **limits: Any) -> Callable[[Any], Any]:
+    kind = Finite(**{"min": 0, **limits})
+    return click.option(name, type=kind, metavar=unit, default=default, show_default=default is not None, help=text)
+
+
+@click.command()
+@click.option("--hosts", type=_HOSTS, required=True, metavar="N", help="Hosts that train.")
+@click.option("--rack-hosts", type=_HOSTS, metavar="N", help="Hosts of each rack, if they have --rr-label.")
+@_number("--host-failures", "X", None, "Losses of each host a day (0.015, or what --events show).", max=100)
+@_number("--rack-failures", "X", 0.0006, "Losses of each rack a day.", max=100)
+@_number("--software-failures", "X", None, "Other failures a day for each host (0.0005, or from --events).", max=100)
+@_number("--recovery", "S", None, "Seconds without training if a host is at hand (420, or from --events).")
+@_number("--replace", "S", 300.0, "Seconds until another host is there.")
+@_number("--step", "S", 62.0, "Seconds of a step.", min_open=True)
+@click.option(
+    "--state", callback=parse_size, default="1118G", show_default=True, metavar="SIZE", help="Of all ranks together."
+)
+@_number("--link", "GBIT", 400.0, "Network of each host in Gbit/s.", min_open=True)
+@_number("--store", "GBIT", 20.0, "Persistent tier, for all hosts together, in Gbit/s.", min_open=True)
+@_number("--tier-stall", "S", 0.0, "Seconds of training that persisting a step takes away.")
+@click.option(
+    "--events",
+    type=click.Path(dir_okay=False, path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="Take rates from a run's --rr-events; once for each of its hosts.",
+)
+@_number("--period", "S", None, "Seconds that this run took on --hosts.", min_open=True)
+@click.option(
+    "--standbys", type=click.IntRange(0, 64), default=4, show_default=True, metavar="N", help="Compare 0 to N of them."
+)
+@_number("--days", "X", 54.0, "Days of a simulated run.", min_open=True)
+@click.option("--seed", type=int, default=1, show_default=True, metavar="N", help="Of the simulation.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def advise(as_json: bool, **given: Any) -> None:
+    """Say how many standbys and replicas a run should have, and how often to persist it, by simulating its failures.
+
+    Defaults: the job of the Gemini chapter (Section 6.7); racks, software and days as in Llama 3's training. No daemon
+    is needed.
+    """
+    try:
+        question = _question(**given)
+    except DaemonError as error:
+        raise click.ClickException(str(error)) from error
+    choices = compare(question)
+    best = max(choices, key=lambda choice: choice.paid)
+    said = _sentence(question, choices[0], best)
+    if as_json:
+        answer = {"question": asdict(question), "choices": [asdict(each) for each in choices]}
+        best_of = {"standbys": best.standbys, "replicas": best.advised.replicas, "persist_s": best.advised.persist_s}
+        click.echo(json.dumps({**answer, "advice": {**best_of, "text": said}}))
+    else:
+        click.echo("\n\n".join([_seen(question), _standbys(choices), _replicas(best), said]).strip())
+
+
+def _question(
+    *,
+    hosts: int,
+    rack_hosts: int | None,
+    host_failures: float | None,
+    rack_failures: float,
+    software_failures: float | None,
+    recovery: float | None,
+    replace: float,
+    step: float,
+    state: int,
+    link: float,
+    store: float,
+    tier_stall: float,
+    events: tuple[Path, ...],
+    period: float | None,
+    standbys: int,
+    days: float,
+    seed: int,
+) -> Question:
+    if (rack_hosts or 0) > hosts:
+        raise click.UsageError(f"--rack-hosts {rack_hosts} is more than --hosts {hosts}: give at most {hosts}")
+    if bool(events) != (period is not None):
+        raise click.UsageError("--events and --period are about the same run: give both or neither")
+    rates = {"host": host_failures, "software": software_failures}
+    host_days, seen, recovery_s = hosts * (period or 0.0) / DAY_S, dict[str, int](), None
+    if events:
+        counts, recovery_s = seen_failures(read_ledger(events))
+        seen = {name: count for name, count in counts.items() if rates[name] is None}
+    default = {name: seen[name] / host_days if name in seen else rate for name, rate in _RATES.items()}
+    fetch_s = state / hosts / (link * _GBIT_BYTES)
+    failures = Failures(
+        hosts=hosts,
+        **{name: default[name] if rate is None else rate for name, rate in rates.items()},
+        rack=rack_failures if rack_hosts else 0.0,
+        rack_hosts=rack_hosts or 0,
+        replace_s=replace,
+        fetch_s=fetch_s,
+    )
+    if (count := failures.per_day * days) > MOST_FAILURES:
+        most = MOST_FAILURES / failures.per_day
+        raise click.UsageError(f"--days {days:g} would simulate {count:.0f} failures: give at most {most:.2g} days")
+    # A checkpoint counts once the step is over that carries it (Section 6.7.2).
+    interval_s = high_frequency_s(fetch_s, step)
+    measured_s = _RECOVERY_S if recovery_s is None else recovery_s
+    cost = CheckpointCost(
+        interval_s=interval_s,
+        checkpoint_s=interval_s,
+        retrieval_s=0.0,
+        overhead_s=measured_s if recovery is None else recovery,
+    )
+    return Question(
+        cost=cost,
+        failures=failures,
+        write_s=state / (store * _GBIT_BYTES),
+        tier_stall_s=tier_stall,
+        most_standbys=standbys,
+        days=days,
+        seed=seed,
+        seen=seen,
+        host_days=host_days,
+    )
+
+
+def _seen(question: Question) -> str:
+    failures = question.failures
+    lines = [f"{failures.hosts} hosts, {failures.per_day:.3g} failures a day, runs of {question.days:g} days"]
+    for name, count in question.seen.items():
+        low, high = rate_interval(count, question.host_days)
+        lines.append(
+            f"--{name}-failures: {count} seen in {question.host_days:.3g} days of a host,"
+            f" {low:.2g} to {high:.2g} a day (90 %){'; few, so the range is wide' if count < _FEW else ''}"
+        )
+    return "\n".join(lines)
+
+
+def _standbys(choices: Sequence[StandbyChoice]) -> str:
+    rows = [
+        [
+            str(choice.standbys),
+            f"{choice.goodput:.2%} ± {choice.error:.2%}",
+            f"{choice.low:.2%} to {choice.high:.2%}",
+            f"{choice.paid:.2%}",
+            f"{choice.idle:.1f}",
+        ]
+        for choice in choices
+    ]
+    return _table([["standbys", "goodput", "90 % of runs", "of all hosts", "idle"], *rows])
+
+
+def _replicas(best: StandbyChoice) -> str:
+    rows = [
+        [
+            str(each.replicas),
+            f"{each.at_once:.2g}",
+            "-" if each.with_rack is None else f"{each.with_rack:.2g}",
+            f"{365 * each.lost_per_day:.2g}",
+            _seconds(each.persist_s),
+            f"{each.cost:.2%}",
+        ]
+        for each in best.replicas
+    ]
+    header = ["replicas", "P(lost | m hosts)", "P(lost | rack)", "losses a year", "persist every", "cost"]
+    return _table([header, *rows])
+
+
+def _sentence(question: Question, none: StandbyChoice, best: StandbyChoice) -> str:
+    hosts = question.failures.hosts + best.standbys
+    gain = f", {100 * (best.paid - none.paid):.1f} points more than without standbys" if best.standbys else ""
+    more = " More may be better: raise --standbys." if 0 < best.standbys == question.most_standbys else ""
+    return (
+        f"Keep {best.standbys or 'no'} standby{'' if best.standbys == 1 else 's'} and --rr-replicas"
+        f" {best.advised.replicas}, and persist every {_seconds(best.advised.persist_s)} (persist.every_s):"
+        f" {best.paid:.1%} of the time of all {hosts} hosts is progress{gain}.{more}"
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
