@@ -17,6 +17,7 @@ from test_goodput import GEMINI
 
 from resilient_run.ckpt.format.placement import placement
 from resilient_run.ckpt.format.survival import domain_loss, fatal_domains, survival
+from resilient_run.daemon.base import advice
 from resilient_run.daemon.base.advice import Question, compare, drawn_rate, rate_interval, seen_failures
 from resilient_run.daemon.base.costs import DAY_S, CheckpointCost, Failures, SimulatedRun, high_frequency_s, simulate
 from resilient_run.daemon.base.goodput import read_ledger
@@ -25,6 +26,13 @@ from resilient_run.daemon.ctl.cli import resilientctl
 EVENTS = [str(path) for path in sorted((Path(__file__).parent / "recorded").glob("events-*.jsonl"))]
 # Checkpoints that cost and lose next to nothing.
 FREE = CheckpointCost(interval_s=0.01, checkpoint_s=0.0, retrieval_s=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the usual runs are enough here."""
+    monkeypatch.setattr(advice, "_BUDGET", 20_000)
+    monkeypatch.setattr(advice, "_RUNS", (20, 200))
 
 
 def simulated(cost: CheckpointCost, failures: Failures, standbys: int, *, runs: int = 40) -> list[SimulatedRun]:

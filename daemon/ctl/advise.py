@@ -23,45 +23,40 @@ _RATES: Final = {"host": 0.015, "software": 0.0005}
 _RECOVERY_S: Final = 420.0
 
 
-def _number(name: str, unit: str, default: float | None, text: str, **limits: Any) -> Callable[[Any], Any]:
+def _number(name: str, unit: str, default: float | None, *, help: str, **limits: Any) -> Callable[[Any], Any]:
     kind = Finite(**{"min": 0, **limits})
-    return click.option(name, type=kind, metavar=unit, default=default, show_default=default is not None, help=text)
+    return click.option(name, type=kind, metavar=unit, default=default, show_default=default is not None, help=help)
 
 
 @click.command()
 @click.option("--hosts", type=_HOSTS, required=True, metavar="N", help="Hosts that train.")
-@click.option("--rack-hosts", type=_HOSTS, metavar="N", help="Hosts of each rack, if they have --rr-label.")
-@_number("--host-failures", "X", None, "Losses of each host a day (0.015, or what --events show).", max=100)
-@_number("--rack-failures", "X", 0.0006, "Losses of each rack a day.", max=100)
-@_number("--software-failures", "X", None, "Other failures a day for each host (0.0005, or from --events).", max=100)
-@_number("--recovery", "S", None, "Seconds without training if a host is at hand (420, or from --events).")
-@_number("--replace", "S", 300.0, "Seconds until another host is there.")
-@_number("--step", "S", 62.0, "Seconds of a step.", min_open=True)
-@click.option(
-    "--state", callback=parse_size, default="1118G", show_default=True, metavar="SIZE", help="Of all ranks together."
-)
-@_number("--link", "GBIT", 400.0, "Network of each host in Gbit/s.", min_open=True)
-@_number("--store", "GBIT", 20.0, "Persistent tier, for all hosts together, in Gbit/s.", min_open=True)
-@_number("--tier-stall", "S", 0.0, "Seconds of training that persisting a step takes away.")
+@click.option("--rack-hosts", type=_HOSTS, metavar="N", help="Hosts of each rack.")
+@_number("--host-failures", "X", None, help="Losses per host and day (0.015).", max=100)
+@_number("--rack-failures", "X", 0.0006, help="Losses per rack and day.", max=100)
+@_number("--software-failures", "X", None, help="Other failures per host and day (0.0005).", max=100)
+@_number("--recovery", "S", None, help="Seconds of a recovery, with all hosts there (420).")
+@_number("--replace", "S", 300.0, help="Seconds until another host is there.")
+@_number("--step", "S", 62.0, help="Seconds of a step.", min_open=True)
+@click.option("--state", callback=parse_size, default="1118G", show_default=True, metavar="SIZE", help="Of all ranks.")
+@_number("--link", "GBIT", 400.0, help="Gbit/s of each host.", min_open=True)
+@_number("--store", "GBIT", 20.0, help="Gbit/s of the persistent tier.", min_open=True)
+@_number("--tier-stall", "S", 0.0, help="Seconds for which persisting stops training.")
 @click.option(
     "--events",
     type=click.Path(dir_okay=False, path_type=Path),
     multiple=True,
     metavar="FILE",
-    help="Take rates from a run's --rr-events; once for each of its hosts.",
+    help="Take what is in brackets from a run's --rr-events; for each host.",
 )
-@_number("--period", "S", None, "Seconds that this run took on --hosts.", min_open=True)
-@click.option(
-    "--standbys", type=click.IntRange(0, 64), default=4, show_default=True, metavar="N", help="Compare 0 to N of them."
-)
-@_number("--days", "X", 54.0, "Days of a simulated run.", min_open=True)
+@_number("--period", "S", None, help="Seconds that this run took.", min_open=True)
+@click.option("--standbys", type=click.IntRange(0, 64), default=4, show_default=True, metavar="N", help="At most.")
+@_number("--days", "X", 54.0, help="Days of a simulated run.", min_open=True)
 @click.option("--seed", type=int, default=1, show_default=True, metavar="N", help="Of the simulation.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def advise(as_json: bool, **given: Any) -> None:
-    """Say how many standbys and replicas a run should have, and how often to persist it, by simulating its failures.
+    """Simulate failures: how many standbys and replicas to keep, and how often to persist.
 
-    Defaults: the job of the Gemini chapter (Section 6.7); racks, software and days as in Llama 3's training. No daemon
-    is needed.
+    Defaults: the Gemini chapter's job (Section 6.7), and Llama 3's racks, software and days.
     """
     try:
         question = _question(**given)
