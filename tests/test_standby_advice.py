@@ -188,7 +188,9 @@ def test_rates_that_were_seen_are_as_uncertain_as_their_number() -> None:
     widths = []
     for seen in (2, 200):
         failures = Failures(hosts=64, host=0.2, replace_s=3600.0)
-        (choice,) = compare(question(failures=failures, most_standbys=0, seen={"host": seen}, host_days=seen / 0.2))
+        (choice,) = compare(
+            question(failures=failures, most_standbys=0, seen={"host": seen}, seen_hosts=1, seen_days=seen / 0.2)
+        )
         widths.append(choice.high - choice.low)
     assert widths[0] > 2 * widths[1]
 
@@ -197,8 +199,8 @@ def test_failures_of_a_recorded_run() -> None:
     """Two hosts and a standby, two killed workers, then a lost host."""
     ledger = read_ledger(map(Path, EVENTS))
     assert [failure.kind for failure in ledger.failures] == ["worker_exit", "worker_exit", "host_lost"]
-    seen, recovery_s = seen_failures(ledger)
-    assert seen == {"host": 1, "software": 2}
+    seen, hosts, recovery_s = seen_failures(ledger)
+    assert (seen, hosts) == ({"host": 1, "software": 2}, 2)
     assert recovery_s == pytest.approx(statistics.mean(failure.down_s for failure in ledger.failures[:2]))
 
 
@@ -230,13 +232,14 @@ def test_few_hosts_need_none_and_racks_are_shown() -> None:
 
 def test_the_command_takes_rates_of_a_run() -> None:
     files = [argument for path in EVENTS for argument in ("--events", path)]
-    text = ctl("--hosts", "2", "--period", "864000", *files).stdout
-    assert "--host-failures: 1 seen in 20 days of a host, 0.0" in text
-    assert "--software-failures: 2 seen in 20 days of a host" in text
+    text = ctl("--hosts", "16", "--period", "864000", *files).stdout
+    assert "--host-failures: 1 seen on 2 hosts in 10 days, 0.0" in text
+    assert "--software-failures: 2 seen on 2 hosts in 10 days, 0.0" in text
     assert text.count("few, so the range is wide") == 2
     given = ctl("--hosts", "2", "--period", "864000", "--host-failures", "0.5", "--recovery", "9", "--json", *files)
     answer = json.loads(given.stdout)["question"]
-    assert (answer["seen"], answer["host_days"], answer["failures"]["host"]) == ({"software": 2}, 20, 0.5)
+    assert (answer["seen"], answer["seen_hosts"], answer["failures"]["host"]) == ({"software": 2}, 2, 0.5)
+    assert answer["failures"]["software"] == 2.5 / 20
     assert answer["cost"]["overhead_s"] == 9
     measured = json.loads(ctl("--hosts", "2", "--period", "864000", "--json", *files).stdout)["question"]
     assert 0 < measured["cost"]["overhead_s"] < 60

@@ -39,8 +39,9 @@ class Question:
         most_standbys: 0 to this many are compared.
         days: Of each simulated run.
         seed: Of the simulation.
-        seen: Rates of `failures` that were measured → failures seen. Each simulated run draws them anew.
-        host_days: In how much time they were seen, times hosts.
+        seen: Rates of `failures` that were measured → failures seen. Each simulated run draws its own.
+        seen_hosts: On so many hosts,
+        seen_days: in so many days.
     """
 
     cost: CheckpointCost
@@ -51,7 +52,13 @@ class Question:
     days: float
     seed: int = 1
     seen: Mapping[str, int] = field(default_factory=dict)
-    host_days: float = 0.0
+    seen_hosts: int = 0
+    seen_days: float = 0.0
+
+    @property
+    def host_days(self) -> float:
+        """In how much time failures were seen, times hosts."""
+        return self.seen_hosts * self.seen_days
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,14 +109,16 @@ class StandbyChoice:
     advised: ReplicaChoice
 
 
-def seen_failures(ledger: Ledger) -> tuple[dict[str, int], float | None]:
-    """Return how many failures of a run took a host, how many none, and the mean seconds of recovery from the latter.
+def seen_failures(ledger: Ledger) -> tuple[dict[str, int], int, float | None]:
+    """Return how many failures of a run took a host and how many none, its hosts, and the mean seconds of a recovery.
 
-    What was planned or ordered, and what only follows from other failures (`memory_lost`), is left out.
+    Each host reports each recovery, so there are as many hosts as reported one. Recoveries are those without a lost
+    host. What was planned or ordered, and what only follows from other failures (`memory_lost`), is left out.
     """
     seen = {name: sum(failure.kind in kinds for failure in ledger.failures) for name, kinds in _KINDS.items()}
     down_s = [each.down_s for each in ledger.failures if each.complete and each.kind in _KINDS["software"]]
-    return seen, statistics.mean(down_s) if down_s else None
+    hosts = max((len(each.hosts) for each in ledger.failures), default=0)
+    return seen, hosts, statistics.mean(down_s) if down_s else None
 
 
 def drawn_rate(seen: int, host_days: float, rng: random.Random) -> float:

@@ -49,7 +49,7 @@ class Failures:
         host: Losses of each host a day, standbys included.
         software: Failures a day, for each host that trains, that take no host.
         rack: Losses of each rack a day, with all of its hosts.
-        rack_hosts: Hosts of a rack, at least 2; 0 if none are lost together.
+        rack_hosts: Hosts of a rack; 0 if none are lost together.
         replace_s: From the loss of a host until another one is there.
         fetch_s: To fetch the state of a replaced host from its peers.
     """
