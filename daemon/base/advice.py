@@ -136,7 +136,7 @@ def compare(question: Question) -> list[StandbyChoice]:
     """Return what each number of standbys is worth, given the same failures."""
     failures, days, numbers = question.failures, question.days, range(question.most_standbys + 1)
     runs = int(min(_RUNS[1], max(_RUNS[0], _BUDGET / max(1.0, failures.per_day * days * len(numbers)))))
-    replicas = _Replicas(question)
+    replicas = _ReplicaWorth(question)
     choices = []
     for standbys in numbers:
         simulated = []
@@ -167,7 +167,7 @@ def compare(question: Question) -> list[StandbyChoice]:
     return choices
 
 
-class _Replicas:
+class _ReplicaWorth:
     """What 1, 2, … replicas are worth, placed across the racks."""
 
     def __init__(self, question: Question) -> None:
