@@ -998,7 +998,12 @@ BENCHMARKS: Final = (
     # From other results, so that it comes last.
     Benchmark(
         script="benchmarks/goodput.py",
-        depends=("ckpt/format/placement.py", "ckpt/format/survival.py", "benchmarks/wasted.py"),
+        depends=(
+            "ckpt/format/placement.py",
+            "ckpt/format/survival.py",
+            "daemon/base/costs.py",
+            "benchmarks/wasted.py",
+        ),
         results=(
             Result(
                 name="goodput",

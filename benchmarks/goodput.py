@@ -1,7 +1,8 @@
 """What do failures cost? Figures 6.9 to 6.12 and 6.15 of the Gemini chapter, and the same for what we measured.
 
 No job runs: the constants of the thesis's testbed (GPT-2 100B on 16 p4d.24xlarge) and ours (the newest results
-`capture-stall-1024` and `recovery-time`) go through one model, `wasted.py`.
+`capture-stall-1024` and `recovery-time`) go through one model, `resilient_run.daemon.base.costs` and `wasted.py`.
+Figure 6.15 has software failures only, "if standby machines are used"; here it also has failures that each take a host.
 
     python benchmarks/reproduce.py goodput
 
@@ -19,19 +20,11 @@ from typing import Any
 
 from catalogue import RESULTS, latest
 from report import Constant, constant, parser, table, write_json
-from wasted import (
-    DAY_S,
-    CheckpointCost,
-    effective_ratio,
-    expected_wasted_s,
-    high_frequency_s,
-    linear_ratio,
-    sampled_survival,
-    simulated_ratio,
-)
+from wasted import effective_ratio, expected_wasted_s, linear_ratio, sampled_survival
 
 from resilient_run.ckpt.format.placement import placement
 from resilient_run.ckpt.format.survival import survival, union_bound
+from resilient_run.daemon.base.costs import DAY_S, CheckpointCost, Failures, high_frequency_s, simulate
 
 # Sections 6.2.2 and 6.7: the iteration of GPT-2 100B, 12 bytes of state for each parameter, 20 Gbit/s altogether to the
 # remote storage, and at most 3 s to fetch a checkpoint from another host's memory.
@@ -39,6 +32,8 @@ ITERATION_S, STATE_BYTES, STORE_BYTES_PER_S, FETCH_S = 62.0, 1.2e12, 2.5e9, 3.0
 STRAWMAN_INTERVAL_S = 3 * 3600.0
 # Section 6.7.3: overheads of one failure.
 GEMINI_OVERHEAD_S, DETECT_S, SERIALIZE_TWO_S, SERIALIZE_ONE_S = 7 * 60.0, 15.0, 162.0, 81.0
+# 12 minutes if a host must be replaced, of which all but 7 go by until another one is there.
+REPLACE_S = 5 * 60.0
 FAILING_INSTANCES_PER_DAY = 0.015
 # As often as the remote storage allows, its serialization included.
 HIGH_FREQUENCY_ITERATIONS = 9
@@ -47,6 +42,14 @@ FAILURES_PER_DAY = (0, 1, 2, 4, 6, 8)
 INSTANCES = (4, 16, 64, 128, 256, 512, 1000)
 HOSTS = (8, 16, 32, 64, 128)
 BANDWIDTHS_GBIT = (100, 200, 400)
+RATIOS = {
+    "exact": "exact",
+    "linear": "as the thesis adds",
+    "simulated": "simulated",
+    "hosts, 0 standbys": "hosts lost, no standby",
+    "hosts, 1 standby": "hosts lost, 1 standby",
+}
+LINES = {"exact": "o-", "hosts, 0 standbys": ":", "hosts, 1 standby": "--"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,14 +199,30 @@ def figure_6_12(schemes: dict[str, CheckpointCost]) -> dict[str, Any]:
     }
 
 
-def figure_6_15(schemes: dict[str, CheckpointCost], xs: tuple[float, ...], per_day: float) -> dict[str, Any]:
-    """Effective training time ratio at x · `per_day` failures a day: exact, as the thesis adds up, and simulated."""
+def figure_6_15(
+    schemes: dict[str, CheckpointCost], xs: tuple[float, ...], per_day: float, *, hosts: int | None, fetch_s: float
+) -> dict[str, Any]:
+    """Effective training time ratio at x · `per_day` failures a day: exact, as the thesis adds up, and simulated.
+
+    Simulated also with failures that all take one of `hosts` hosts (x if None), and 0 or 1 standbys.
+    """
+
+    def simulated(scheme: CheckpointCost, x: float, standbys: int | None) -> float:
+        count = max(1, int(x)) if hosts is None else hosts
+        rate = x * per_day / count
+        failures = Failures(hosts=count, software=rate)
+        if standbys is not None:
+            failures = Failures(hosts=count, host=rate, replace_s=REPLACE_S, fetch_s=fetch_s)
+        return simulate(scheme, failures, standbys=standbys or 0, days=1000, rng=random.Random(17)).ratio
+
     return {
         name: {
             f"{x:g}": {
                 "exact": effective_ratio(scheme, x * per_day),
                 "linear": linear_ratio(scheme, x * per_day),
-                "simulated": simulated_ratio(scheme, x * per_day, days=200, rng=random.Random(17)),
+                "simulated": simulated(scheme, x, None),
+                "hosts, 0 standbys": simulated(scheme, x, 0),
+                "hosts, 1 standby": simulated(scheme, x, 1),
             }
             for x in xs
         }
@@ -242,9 +261,7 @@ def print_tables(results: dict[str, Any]) -> None:
             xs = list(schemes["Strawman"])
             rows = []
             for name, row in schemes.items():
-                rows.append([f"{name}, exact", *(f"{row[x]['exact']:.1%}" for x in xs)])
-                rows.append([f"{name}, as the thesis adds", *(f"{row[x]['linear']:.1%}" for x in xs)])
-                rows.append([f"{name}, simulated", *(f"{row[x]['simulated']:.1%}" for x in xs)])
+                rows += [[f"{name}, {label}", *(f"{row[x][kind]:.1%}" for x in xs)] for kind, label in RATIOS.items()]
             table(f"Figure {figure_name}, effective training time ratio, {job}", [what, *xs], rows)
     print(
         "thesis, 6.15: HighFreq 85.5 % without failures; 1000 instances: Gemini 91 %, 54 % above HighFreq, Strawman ~0"
@@ -283,8 +300,11 @@ def plot(results: dict[str, Any], path: Path) -> None:
     for name, what in (("6.15a", "failures per day"), ("6.15b", "instances")):
         for job, schemes in results[name].items():
             axis = next(places)
-            for scheme, row in schemes.items():
-                axis.plot([float(x) for x in row], [value["exact"] for value in row.values()], "o-", label=scheme)
+            for number, (scheme, row) in enumerate(schemes.items()):
+                for kind, line in LINES.items():
+                    label = scheme if kind == "exact" else RATIOS[kind] if not number else None
+                    ratios = [value[kind] for value in row.values()]
+                    axis.plot([float(x) for x in row], ratios, line, color=f"C{number}", label=label)
             axis.set(title=f"{name} effective ratio, {job}", xlabel=what, ylabel="ratio", ylim=(0, 1.02))
     for axis in axes:
         axis.legend(fontsize=8)
@@ -301,17 +321,21 @@ def main() -> None:
     constants = measured(arguments.results)
     ours = Measured(**{name: each.value for name, each in constants.items()})
     jobs = {"thesis's job": thesis_schemes(ours), "our job": our_schemes(ours)}
+    # Between our hosts a fetch moves the same bytes the same way as the replication before a commit.
+    fetches_s = {"thesis's job": FETCH_S, "our job": ours.committed_s}
     results: dict[str, Any] = {
         "6.9": figure_6_9(),
-        # Between our hosts a fetch moves the same bytes the same way as the replication before a commit.
-        "6.10": {
-            job: figure_6_10(schemes, fetch_s)
-            for (job, schemes), fetch_s in zip(jobs.items(), (FETCH_S, ours.committed_s), strict=True)
-        },
+        "6.10": {job: figure_6_10(schemes, fetches_s[job]) for job, schemes in jobs.items()},
         "6.11": figure_6_11(),
         "6.12": {job: figure_6_12(schemes) for job, schemes in jobs.items()},
-        "6.15a": {job: figure_6_15(schemes, FAILURES_PER_DAY, 1.0) for job, schemes in jobs.items()},
-        "6.15b": {job: figure_6_15(schemes, INSTANCES, FAILING_INSTANCES_PER_DAY) for job, schemes in jobs.items()},
+        "6.15a": {
+            job: figure_6_15(schemes, FAILURES_PER_DAY, 1.0, hosts=16, fetch_s=fetches_s[job])
+            for job, schemes in jobs.items()
+        },
+        "6.15b": {
+            job: figure_6_15(schemes, INSTANCES, FAILING_INSTANCES_PER_DAY, hosts=None, fetch_s=fetches_s[job])
+            for job, schemes in jobs.items()
+        },
     }
     print_tables(results)
     write_json(

@@ -1,47 +1,14 @@
-"""What failures cost by model: wasted time (Gemini, Equation 6.1) and effective training time ratio (Section 6.7.3).
+"""Wasted time (Gemini, Equation 6.1) and effective training time ratio (Section 6.7.3) in closed form.
 
-The model: training makes `interval_s` of progress, then stands still for `stall_s` to take a checkpoint, which can be
-restored `checkpoint_s` later. Failures come at random. Each costs `overhead_s` and `retrieval_s`, from the start if
-another one interrupts it, and the progress since the newest checkpoint that can be restored. Memory survives the loss
-of some hosts with a probability that is sampled here, and counted in `resilient_run.ckpt.format.survival`.
+The model is that of `resilient_run.daemon.base.costs`, which simulates it, with software failures only. Memory survives
+the loss of some hosts with a probability that is sampled here, and counted in `resilient_run.ckpt.format.survival`.
 """
 
 import math
 import random
-from dataclasses import dataclass
 
 from resilient_run.ckpt.format.placement import Placement
-
-DAY_S = 86_400.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointCost:
-    """How one way of checkpointing behaves in one job; all in seconds.
-
-    Attributes:
-        interval_s: Training between two checkpoints, 1/f.
-        checkpoint_s: From a checkpoint's beginning until it can be restored, t_ckpt.
-        retrieval_s: To get it back, t_rtvl.
-        stall_s: Training time that each checkpoint takes away.
-        overhead_s: What else a failure costs: detection, new processes, warm-up.
-    """
-
-    interval_s: float
-    checkpoint_s: float
-    retrieval_s: float
-    stall_s: float = 0.0
-    overhead_s: float = 0.0
-
-    @property
-    def wasted_s(self) -> float:
-        """Average wasted time of one failure (Equation 6.1)."""
-        return self.checkpoint_s + self.interval_s / 2 + self.retrieval_s
-
-
-def high_frequency_s(checkpoint_s: float, iteration_s: float) -> float:
-    """Return the interval of the HighFreq baseline: as often as its storage allows (Section 6.7.1, Equation 6.2)."""
-    return math.ceil(checkpoint_s / iteration_s) * iteration_s
+from resilient_run.daemon.base.costs import DAY_S, CheckpointCost
 
 
 def expected_wasted_s(scheme: CheckpointCost, fallback: CheckpointCost, survival: float) -> float:
@@ -68,21 +35,6 @@ def effective_ratio(scheme: CheckpointCost, failures_per_day: float) -> float:
     recovery_s = scheme.overhead_s + scheme.retrieval_s
     exponent = rate * (scheme.checkpoint_s + recovery_s)
     return rate * scheme.interval_s * math.exp(-exponent) / math.expm1(rate * cycle_s)
-
-
-def simulated_ratio(scheme: CheckpointCost, failures_per_day: float, *, days: float, rng: random.Random) -> float:
-    """Return the effective training time ratio of one simulated run of `days` days with exponential failures."""
-    now_s, saved_s, end_s = 0.0, 0.0, days * DAY_S
-    rate = failures_per_day / DAY_S
-    cycle_s = scheme.interval_s + scheme.stall_s
-    recovery_s = 0.0
-    while now_s < end_s:
-        lived_s = rng.expovariate(rate) if rate else math.inf
-        trained_s = min(lived_s, end_s - now_s) - recovery_s
-        saved_s += scheme.interval_s * max(0, math.floor((trained_s - scheme.checkpoint_s) / cycle_s))
-        now_s += lived_s
-        recovery_s = scheme.overhead_s + scheme.retrieval_s
-    return saved_s / end_s
 
 
 def sampled_survival(plan: Placement, failures: int, *, samples: int, rng: random.Random) -> float:

@@ -21,7 +21,8 @@ PAGE: Final = Path(__file__).with_name("commands.md")
 
 _HEAD: Final = """# Commands
 
-Every command and option, as `--help` has them, and the environment variable that sets the same.
+Every command and option, as `--help` has them, and the environment variable that sets the same. Defaults are in
+brackets.
 
 ## Completion
 
@@ -42,6 +43,8 @@ commands, put a line like this into `~/.bashrc` (or with `zsh_source`, `fish_sou
 eval "$(_RESILIENTCTL_COMPLETE=bash_source resilientctl)"
 ```"""
 _LAUNCHER: Final = "Start a training script as `torchrun` does, with all of its options and the following ones."
+_JSON: Final = "Print one JSON object."
+"""What many commands have as an option; the page lists them."""
 _METAVARS: Final = {"INTEGER RANGE": "N", "INTEGER": "N", "FLOAT RANGE": "X", "FLOAT": "X"}
 
 _Row = tuple[str, str]
@@ -62,7 +65,23 @@ def page() -> str:
             [_exit_row(*option.split(), meaning=meaning) for option, meaning in EXITS] if command is launcher else []
         )
         lines += ["", *_section(name, command, click.Context(command, info_name=name), depth=2, exits=exits)]
-    return "\n".join(lines) + "\n"
+    listed = "; ".join(
+        f"{name}: {', '.join(_with_json(group))}"
+        for name, group in (
+            ("`resilientctl`", resilientctl),
+            ("`resilient-inject`", resilient_inject),
+            ("`resilient-comm`", resilient_comm),
+        )
+    )
+    return "\n".join([*lines, "", "## JSON", "", f"With `--json`, these print one JSON object. {listed}."]) + "\n"
+
+
+def _with_json(group: click.Group) -> Iterator[str]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if command and any(getattr(param, "help", None) == _JSON for param in command.params):
+            yield name
 
 
 def _section(
@@ -77,7 +96,8 @@ def _section(
     if arguments:
         yield ""
         yield f"`{name} [OPTIONS] {arguments}`"
-    rows = [_row(param, context) for param in command.params if isinstance(param, click.Option) and not param.hidden]
+    options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
+    rows = [_row(option, context) for option in options if option.help != _JSON]
     if rows:
         yield ""
         yield from _table([*rows, *exits])
@@ -108,7 +128,8 @@ def _row(option: click.Option, context: click.Context) -> _Row:
     default = ", ".join(f"`{value}`" for value in values) if option.show_default and option.default is not None else ""
     if option.is_flag and option.secondary_opts:
         default = f"`{option.opts[0] if option.default else option.secondary_opts[0]}`"
-    return names, _cell(option.help or "") + (f" Default: {default}." if default else "")
+    text = _cell(option.help or "")
+    return names, f"{text.removesuffix('.')} ({default})." if default else text
 
 
 def _exit_row(name: str, values: str = "", *, meaning: str) -> _Row:

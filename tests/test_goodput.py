@@ -9,17 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
-from wasted import (
-    DAY_S,
-    CheckpointCost,
-    effective_ratio,
-    expected_wasted_s,
-    high_frequency_s,
-    linear_ratio,
-    simulated_ratio,
-)
+from wasted import effective_ratio, expected_wasted_s, linear_ratio
 
 from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon.base.costs import DAY_S, CheckpointCost, Failures, high_frequency_s, simulate
 from resilient_run.daemon.base.goodput import PHASES, read_ledger
 from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.launcher import timeline
@@ -183,7 +176,8 @@ def test_the_thesis_numbers_of_figure_6_15() -> None:
 def test_simulation_agrees_with_the_formula(scheme: CheckpointCost, failures_per_day: float) -> None:
     exact = effective_ratio(scheme, failures_per_day)
     rng = random.Random(f"{scheme} {failures_per_day}")
-    runs = [simulated_ratio(scheme, failures_per_day, days=400, rng=rng) for _ in range(8)]
+    failures = Failures(hosts=1, software=failures_per_day)
+    runs = [simulate(scheme, failures, standbys=0, days=400, rng=rng).ratio for _ in range(8)]
     mean = sum(runs) / len(runs)
     error = (sum((run - mean) ** 2 for run in runs) / (len(runs) - 1) / len(runs)) ** 0.5
     # The last interval of a run is cut off, which the formula does not know.

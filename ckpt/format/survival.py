@@ -1,8 +1,9 @@
 """How likely memory survives when k hosts are lost at once (Gemini, Section 6.4): counted and bounded."""
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
-from math import comb
+from math import comb, perm
 
 from .placement import Placement
 
@@ -46,6 +47,21 @@ def fatal_domains(plan: Placement, labels: Sequence[str]) -> tuple[str, ...]:
     """Return the labels of the domains that take the last copy of a checkpoint with them when they are lost whole."""
     inside = ({labels[host] for host in holders} for holders in plan.holders())
     return tuple(sorted({label for domains in inside if len(domains) == 1 for label in domains}))
+
+
+def domain_loss(plan: Placement, labels: Sequence[str], missing: int) -> float:
+    """Return the chance that a random domain takes a last copy with it while `missing` random other hosts are lost.
+
+    It is an upper bound: as in Corollary 6.1, a loss that takes two checkpoints counts twice. Give each host a label of
+    its own for the loss of one host.
+    """
+    sizes = Counter(labels)
+    chances: defaultdict[str, float] = defaultdict(float)
+    for holders in {frozenset(holders) for holders in plan.holders()}:
+        for label, inside in Counter(labels[host] for host in holders).items():
+            outside, others = len(holders) - inside, len(labels) - sizes[label]
+            chances[label] += perm(min(missing, others), outside) / perm(others, outside)
+    return sum(min(1.0, chance) for chance in chances.values()) / len(sizes)
 
 
 def _check(plan: Placement, failures: int) -> int:

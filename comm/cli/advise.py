@@ -42,8 +42,8 @@ def advise(
     """Report whether another sum of gradients pays in a training job, how much, and what to write for it.
 
     Run it as the job is run: `resilient-run … --no-python resilient-comm advise train.py --its-own args`. The script
-    runs on every rank as it is, while the gradients of its DistributedDataParallel are also summed in one way after
-    the other. It is ended after about a minute. A Checkpointer of resilient-run makes no checkpoints.
+    runs unchanged for about a minute, without checkpoints, while the gradients of its DistributedDataParallel are also
+    summed in other ways.
     """
     if "RANK" not in os.environ:
         raise click.UsageError("advise runs on the ranks of a job: resilient-run … --no-python resilient-comm advise …")

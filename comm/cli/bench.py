@@ -54,7 +54,7 @@ def _elements(text: str) -> int:
     multiple=True,
     default=(0.01,),
     show_default=True,
-    help="Share of the elements that is not zero, or that is selected by schemes which do so themselves.",
+    help="Share of the elements that are not zero, or that a scheme selects.",
 )
 @click.option(
     "--workers",
@@ -78,8 +78,8 @@ def bench(
 ) -> None:
     """Time schemes on made-up gradients: whole steps, their bytes and rounds.
 
-    Ranks are threads of this process that talk over loopback with Gloo. Inside a job of torchrun, as with
-    `torchrun … --no-python resilient-comm bench`, the job's ranks are measured over its network, with NCCL on GPUs.
+    Ranks are threads that talk over loopback with Gloo, or those of a job (`torchrun … --no-python resilient-comm
+    bench`), with NCCL on GPUs.
 
     All times are of the slowest rank.
     """

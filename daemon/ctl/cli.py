@@ -17,6 +17,7 @@ from ..options import directories
 from ..slots.memory import MemoryBudget
 from ..slots.vault import Vault
 from ..trust.private import open_directory
+from .advise import advise
 from .ask import ask
 from .doctor import doctor
 from .drain import drain
@@ -65,6 +66,7 @@ def _collect_without_daemon(settings: Settings) -> dict[str, Any]:
         raise click.ClickException(str(error)) from error
 
 
+resilientctl.add_command(advise)
 resilientctl.add_command(doctor)
 resilientctl.add_command(drain)
 resilientctl.add_command(export)

@@ -43,8 +43,8 @@ from .etcd import check_run_id, etcd_options, parse_etcd
 def drain(host: str, run_id: str, avoided_s: float, timeout_s: float, etcd_endpoint: str, etcd_conf: str) -> None:
     """Move the ranks of HOST to a standby, or let a run with --rr-elastic go on without them.
 
-    The run is interrupted once, right after a commit. The command ends when the run has committed a step elsewhere:
-    HOST then holds nothing that is needed, and its launcher may be ended.
+    The run is interrupted once, right after a commit. The command ends when the run has committed a step elsewhere;
+    HOST's launcher may then be ended.
     """
     check_run_id(run_id, "--run-id")
     try:

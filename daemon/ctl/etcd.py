@@ -22,15 +22,14 @@ def etcd_options(default: str | None) -> Callable[[_Command], _Command]:
             "--etcd-conf",
             default="",
             metavar="NAME=VALUE,…",
-            help="As --rdzv-conf: user, passwordfile, cacert, cert, key. Or RESILIENT_ETCD_USER and "
-            "RESILIENT_ETCD_PASSWORD.",
+            help="As --rdzv-conf, or RESILIENT_ETCD_USER and RESILIENT_ETCD_PASSWORD.",
         )
         endpoint = click.option(
             "--etcd-endpoint",
             default=default,
             show_default=default is not None,
             metavar="HOST[:PORT],…",
-            help="As --rdzv-endpoint of the run; `resilientctl status` shows it.",
+            help="The run's --rdzv-endpoint; `resilientctl status` shows it.",
         )
         return endpoint(conf(command))
 

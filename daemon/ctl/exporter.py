@@ -52,8 +52,7 @@ def exporter(
 ) -> None:
     """Serve what `status` shows: /metrics for Prometheus, /healthz, and a page for people at /.
 
-    It asks the daemon of this host for each answer and every 10 s, and runs until it is killed. The daemon may
-    come and go.
+    It asks the daemon of this host, which may come and go, for each answer and every 10 s.
     """
     if (password_file is None) is not is_open:
         raise click.UsageError(

@@ -19,9 +19,9 @@ _POSITIVE = Finite(min=0, min_open=True)
 @click.option("--period", "period_s", type=_POSITIVE, metavar="S", help="Seconds that the run took.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def goodput(events: tuple[Path, ...], step_s: float | None, period_s: float | None, as_json: bool) -> None:
-    """Show what each failure cost, from the files of --rr-events of all hosts; no daemon is needed.
+    """Show what each failure cost, from the files of --rr-events of all hosts.
 
-    --step adds the training that was repeated, --period the effective training time ratio.
+    --step adds the wasted time (Gemini chapter, Equation 6.1), --period the effective training time ratio.
     """
     try:
         ledger = read_ledger(events, step_s=step_s, period_s=period_s)

@@ -49,8 +49,8 @@ def import_(
 ) -> None:
     """Let the new run RUN-ID begin with the DCP checkpoint in DIRECTORY, in any world size.
 
-    DIRECTORY holds pickles, which are loaded: import only what you trust. With --etcd-endpoint a run that etcd knows,
-    and that therefore does not start over, is refused.
+    DIRECTORY holds pickles, which are loaded: import only what you trust. With --etcd-endpoint, a run that etcd knows
+    is refused.
     """
     # Only this command and export need torch.
     from resilient_run.ckpt.convert.import_source import DcpSource
