@@ -5,7 +5,7 @@ all-to-all and a reduce-scatter, again and again, without waiting for each other
 link passes in so many milliseconds. In turns, ranks let as much come at once as a link passes in 2 to 32 ms and cut
 longer messages into parts of half of that, or they send *whole* messages, of which no two may bring more than 256 KiB
 together. The time is divided by that of the link, of whose rate at most 95.6 % are payload. Each link's queue holds
-`--queue-kib`, as a port of a switch does, whatever its rate. Ranks find out how much they let come at once
+256 KiB, as a port of a switch does, whatever its rate. Ranks find out how much they let come at once
 (`Transport.learn`); that is done again and again as well.
 """
 
@@ -21,12 +21,13 @@ from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("at_once_worker.py"))
 AT_ONCE_MS = (2, 4, 8, 16, 32)
+QUEUE_KIB = 256
 
 
-def run(ranks: int, rate_mbit_s: int, queue_kib: int, lengths_ms: list[int], repeats: int) -> dict[str, Any]:
+def run(ranks: int, rate_mbit_s: int, lengths_ms: list[int], repeats: int) -> dict[str, Any]:
     """Return the seconds of each way, for each length, and what the ranks find out."""
     byte_s = 8 / (PAYLOAD * rate_mbit_s * 1e6)
-    queue_s = 8 * (queue_kib << 10) / (rate_mbit_s * 1e6)
+    queue_s = 8 * (QUEUE_KIB << 10) / (rate_mbit_s * 1e6)
     shared = json.dumps(
         {"byte_s": byte_s, "lengths_ms": lengths_ms, "at_once_ms": AT_ONCE_MS, "repeats": repeats},
     )
@@ -50,16 +51,11 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--ranks", type=int, nargs="+", default=[4, 6], metavar="N", help="hosts")
     made.add_argument("--rate-mbit", type=int, nargs="+", default=[25, 100, 400], metavar="N", help="of each link")
-    made.add_argument("--queue-kib", type=int, default=256, metavar="KIB", help="in front of each link")
     made.add_argument("--ms", type=int, nargs="+", default=[20, 200], metavar="MS", help="what collectives bring")
     made.add_argument("--repeats", type=int, default=5, metavar="N", help="of each way, by turns")
     options = made.parse_args()
     try:
-        found = [
-            run(ranks, rate, options.queue_kib, options.ms, options.repeats)
-            for ranks in options.ranks
-            for rate in options.rate_mbit
-        ]
+        found = [run(ranks, rate, options.ms, options.repeats) for ranks in options.ranks for rate in options.rate_mbit]
     except NetLabError as error:
         sys.exit(str(error))
     table(

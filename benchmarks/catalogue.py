@@ -4,11 +4,12 @@
 `tests/test_reproduce.py` holds the documents, the scripts and the folder of results against it.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import sources
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks" / "results"
@@ -43,7 +44,7 @@ class Benchmark:
     Attributes:
         script: Its path from the root of the repository.
         results: In the order in which they are made.
-        depends: Files and folders whose change may change a figure, beside the script itself.
+        also: Files and folders on which figures depend, beside what `sources.py` finds from the script.
         root: It builds network namespaces.
         gpu: It needs a CUDA device.
         cores: It needs at least so many.
@@ -52,51 +53,24 @@ class Benchmark:
 
     script: str
     results: tuple[Result, ...]
-    depends: tuple[str, ...]
+    also: tuple[str, ...] = ()
     root: bool = False
     gpu: bool = False
     cores: int = 2
     output: str = "--json"
 
 
-# Real jobs: launchers, daemons and Checkpointers.
-JOB = ("ckpt", "daemon", "launcher", "benchmarks/jobs.py", "benchmarks/workload.py")
-LAB = ("launcher/lab", "launcher/netlab.py", "benchmarks/lab_job.py")
-# Sums of gradients.
-SUMS = (
-    "benchmarks/baselines",
-    "comm/errors.py",
-    "comm/measure",
-    "comm/net",
-    "comm/ops",
-    "comm/schemes.py",
-    "comm/spardl",
-    "comm/zen",
-)
-TRAINED = (*SUMS, "comm/compress", "comm/hook.py", "comm/runtime", "examples")
-COLLECTIVES = ("comm/compress", "comm/measure", "comm/net", "comm/plan")
-PLANNED = ("comm/plan", "benchmarks/models")
-RIVALS = ("benchmarks/baselines/fusions.py", "benchmarks/baselines/planners.py", "comm/cupcake")
-# Plans for files that are written by hand.
-WRITTEN_BY_HAND = (
-    *TRAINED,
-    *PLANNED,
-    *LAB,
-    "comm/cli/plan.py",
-    "comm/cupcake",
-    "comm/espresso",
-    "comm/synchronizer.py",
-    "benchmarks/known_costs.py",
-    "benchmarks/timed_model.py",
-    "benchmarks/workload.py",
-)
+# Jobs of resilient-run, by the files from which launchers and Checkpointers are imported.
+JOB = ("launcher/facade/__init__.py", "launcher/facade/__main__.py")
+DAEMON = ("daemon/__main__.py",)
+MODELS = ("benchmarks/models",)
 LM, NVRX, DLROVER = "lm/bin/python", "nvrx/bin/python", "dlrover/bin/python"
 
 BENCHMARKS: Final = (
     # Recovery.
     Benchmark(
         script="benchmarks/recovery_time.py",
-        depends=(*JOB, "benchmarks/peers", "benchmarks/recovery_floor.py", "benchmarks/recovery_worker.py"),
+        also=(*JOB, "benchmarks/peers"),
         results=(
             Result(name="recovery-time", minutes=5),
             Result(name="recovery-time-291", arguments="--tensors 291 --state-mb 144 --kill-after 30", minutes=5),
@@ -111,30 +85,23 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/fewer_hosts.py",
-        depends=(*JOB, "benchmarks/peers", "benchmarks/recovery_worker.py"),
+        also=(*JOB, "benchmarks/peers"),
         results=(Result(name="fewer-hosts", arguments="--hosts 2", minutes=4),),
     ),
     Benchmark(
         script="benchmarks/recovery_phases.py",
-        depends=(*JOB, "benchmarks/recovery_worker.py"),
+        also=JOB,
         results=(Result(name="recovery-phases", arguments="--rounds 5 --after 60", minutes=8, figures=("6.14",)),),
     ),
     Benchmark(
         script="benchmarks/steps_lost.py",
-        depends=JOB,
+        also=JOB,
         results=(Result(name="steps-lost", minutes=8),),
     ),
     Benchmark(
         script="benchmarks/chaos.py",
         root=True,
-        depends=(
-            *JOB,
-            "launcher/netlab.py",
-            "benchmarks/slow_steps.py",
-            "examples/train_gpt.py",
-            "tests/cluster.py",
-            "tests/lab.py",
-        ),
+        also=(*JOB, "daemon/inject", "launcher/inject"),
         results=(
             Result(
                 name="chaos-seed-53",
@@ -150,13 +117,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/framework_start.py",
-        depends=(
-            *JOB,
-            "benchmarks/framework_worker.py",
-            "benchmarks/peers",
-            "benchmarks/recovery_time.py",
-            "benchmarks/recovery_worker.py",
-        ),
+        also=(*JOB, "benchmarks/peers", "ckpt/integrations"),
         results=(
             Result(
                 name="framework-start-peers",
@@ -168,23 +129,23 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/launch_overhead.py",
-        depends=("daemon", "launcher", "benchmarks/jobs.py"),
+        also=JOB,
         results=(Result(name="launch-overhead", minutes=3),),
     ),
     Benchmark(
         script="benchmarks/operator_errors.py",
-        depends=("daemon/etcd", "launcher"),
+        also=JOB,
         results=(Result(name="operator-errors", minutes=3),),
     ),
     Benchmark(
         script="benchmarks/secure_run.py",
-        depends=(*JOB, "benchmarks/recovery_worker.py", "tests/cluster.py"),
+        also=JOB,
         results=(Result(name="secure-run", minutes=10),),
     ),
     # What checkpoints cost.
     Benchmark(
         script="benchmarks/step_cost.py",
-        depends=(*JOB, "benchmarks/capture_stall.py", "benchmarks/memcpy.py"),
+        also=JOB,
         results=(
             Result(name="step-cost", minutes=2),
             Result(name="step-cost-4000", arguments="--tensors 4000 --mb 64", minutes=15),
@@ -192,7 +153,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/capture_stall.py",
-        depends=(*JOB, "benchmarks/memcpy.py"),
+        also=(*JOB, "benchmarks/peers"),
         results=(
             Result(
                 name="capture-stall",
@@ -227,13 +188,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/engine_costs.py",
-        depends=(
-            *JOB,
-            "benchmarks/engine_worker.py",
-            "benchmarks/memcpy.py",
-            "benchmarks/recovery_time.py",
-            "examples/with_megatron.py",
-        ),
+        also=(*JOB, "benchmarks/peers", "ckpt/integrations"),
         results=(
             Result(
                 name="engine-costs-zero3",
@@ -252,7 +207,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/interleaving.py",
         root=True,
-        depends=(*JOB, *LAB, "benchmarks/interleaving_worker.py"),
+        also=JOB,
         results=(
             Result(
                 name="interleaving",
@@ -287,7 +242,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/replication_rate.py",
         root=True,
-        depends=("ckpt/format", "daemon", *LAB, "tests/hosts.py"),
+        also=DAEMON,
         results=(
             Result(name="replication-rate-200-b", arguments="--rate 200mbit --seconds 4", minutes=4, figures=("6.11",)),
         ),
@@ -295,7 +250,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/transports.py",
         root=True,
-        depends=(*JOB, *LAB, "benchmarks/transport_worker.py"),
+        also=JOB,
         results=(
             Result(
                 name="transports",
@@ -307,44 +262,22 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/etcd_scale.py",
-        depends=("daemon", "launcher/etcd_server.py"),
         results=(Result(name="etcd-scale", minutes=4),),
     ),
     Benchmark(
         script="benchmarks/secure_rate.py",
         root=True,
-        depends=("ckpt/format", "daemon/peers", "daemon/slots", "daemon/trust", "launcher/lab", "launcher/netlab.py"),
         results=(Result(name="secure-rate", arguments="--mb 128 --seconds 2 --repeats 5", minutes=8),),
     ),
     Benchmark(
         script="benchmarks/after_flood.py",
-        depends=(
-            "ckpt/format",
-            "daemon",
-            "launcher/etcd_server.py",
-            *LAB,
-            "benchmarks/replication_rate.py",
-            "tests/flood.py",
-            "tests/hosts.py",
-            "tests/peer_talk.py",
-        ),
+        also=DAEMON,
         results=(Result(name="after-flood", minutes=10),),
     ),
     # Sums of gradients.
     Benchmark(
         script="benchmarks/zen.py",
         root=True,
-        depends=(
-            *SUMS,
-            *LAB,
-            "comm/sparsity.py",
-            "benchmarks/delayed_hosts.py",
-            "benchmarks/formulas.py",
-            "benchmarks/recording.py",
-            "benchmarks/sparse_workload.py",
-            "benchmarks/workload.py",
-            "benchmarks/zen_worker.py",
-        ),
         results=(
             Result(
                 name="zen",
@@ -366,17 +299,10 @@ BENCHMARKS: Final = (
                 "'agsparse, rows' 'sparcml, rows' 'sparse-ps, rows' 'zen, gather' zen",
                 minutes=10,
             ),
-            Result(
-                name="zen-400-1000",
-                arguments="--hosts 4 --rates 400mbit 1000mbit --schemes dense agsparse sparcml sparse-ps omnireduce "
-                "'zen, elements' zen",
-                minutes=10,
-            ),
         ),
     ),
     Benchmark(
         script="benchmarks/zen_gradients.py",
-        depends=("comm/sparsity.py", "examples"),
         results=(
             Result(
                 name="zen-gradients",
@@ -388,16 +314,6 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/zen_scaling.py",
-        depends=(
-            "benchmarks/baselines",
-            "comm/measure",
-            "comm/ops",
-            "comm/sparsity.py",
-            "comm/zen",
-            "benchmarks/sparse_workload.py",
-            "benchmarks/zen_gradients.py",
-            "examples",
-        ),
         results=(
             Result(
                 name="zen-scaling",
@@ -409,27 +325,10 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/zen_thresholds.py",
-        depends=(
-            "comm/measure",
-            "comm/ops",
-            "comm/sparsity.py",
-            "comm/zen",
-            "benchmarks/sparse_workload.py",
-            "examples",
-        ),
         results=(Result(name="zen-thresholds", minutes=2),),
     ),
     Benchmark(
         script="benchmarks/zen_formats.py",
-        depends=(
-            "benchmarks/baselines",
-            "comm/measure",
-            "comm/net",
-            "comm/ops",
-            "comm/zen",
-            "benchmarks/sparse_workload.py",
-            "tests/ranks.py",
-        ),
         results=(
             Result(
                 name="zen-formats",
@@ -441,19 +340,10 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/zen_hash.py",
-        depends=("comm/ops", "comm/zen", "benchmarks/hash_kernels.py"),
         results=(Result(name="zen-hash", minutes=2, figures=("3.8", "3.16")),),
     ),
     Benchmark(
         script="benchmarks/zen_convergence.py",
-        depends=(
-            *TRAINED,
-            "comm/local_steps.py",
-            "benchmarks/convergence.py",
-            "benchmarks/convergence_examples.py",
-            "benchmarks/slow_network_convergence.py",
-            "tests/ranks.py",
-        ),
         results=(
             Result(
                 name="zen-convergence",
@@ -466,7 +356,6 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/spardl.py",
         root=True,
-        depends=(*SUMS, *LAB, "benchmarks/recording.py", "benchmarks/spardl_worker.py", "benchmarks/workload.py"),
         results=(
             Result(
                 name="spardl",
@@ -481,34 +370,15 @@ BENCHMARKS: Final = (
                 figures=("SparDL 5", "SparDL 7"),
             ),
             Result(
-                name="spardl-4",
-                arguments="--hosts 4 --models lstm-imdb vgg16 --rounds 5 --team-hosts",
-                minutes=2,
-            ),
-            Result(
                 name="spardl-small",
                 arguments="--hosts 6 --models matrix resnet20 --rounds 7",
                 minutes=2,
-            ),
-            Result(
-                name="spardl-400",
-                arguments="--hosts 4 8 --rates 400mbit --models lstm-imdb vgg16 --team-hosts",
-                minutes=6,
             ),
         ),
     ),
     Benchmark(
         script="benchmarks/spardl_accuracy.py",
         root=True,
-        depends=(
-            *SUMS,
-            *LAB,
-            "benchmarks/curves.py",
-            "benchmarks/spardl_accuracy_worker.py",
-            "benchmarks/workload.py",
-            "tests/byte_model.py",
-            "tests/ranks.py",
-        ),
         results=(
             Result(name="spardl-accuracy", minutes=30),
             Result(
@@ -522,7 +392,6 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/sparse_training.py",
         root=True,
-        depends=(*TRAINED, *LAB),
         results=(
             Result(
                 name="sparse-training",
@@ -547,37 +416,20 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/advise.py",
         root=True,
-        depends=(*TRAINED, *LAB, "comm/cli", "comm/trial", "benchmarks/advised_worker.py"),
+        also=("comm/cli",),
         results=(Result(name="advise", minutes=19),),
     ),
     Benchmark(
         script="benchmarks/comm_ops.py",
-        depends=("comm/ops", "comm/zen", "benchmarks/hash_kernels.py"),
         results=(Result(name="comm-ops", minutes=10, figures=("3.9",)),),
     ),
     Benchmark(
         script="benchmarks/compressor_kernels.py",
-        depends=(
-            "comm/compress",
-            "comm/net",
-            "comm/ops",
-            "comm/zen",
-            "benchmarks/comm_ops.py",
-            "benchmarks/hash_kernels.py",
-        ),
         results=(Result(name="compressor-kernels", minutes=10, figures=("4.10", "5.2")),),
     ),
     # Convergence.
     Benchmark(
         script="benchmarks/spardl_convergence.py",
-        depends=(
-            "benchmarks/baselines",
-            "comm/net",
-            "comm/spardl",
-            "benchmarks/convergence.py",
-            "tests/byte_model.py",
-            "tests/ranks.py",
-        ),
         results=(
             Result(
                 name="spardl-convergence",
@@ -604,7 +456,6 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/compressor_convergence.py",
-        depends=("comm/compress", "benchmarks/convergence.py", "benchmarks/convergence_examples.py", "examples"),
         results=(
             Result(
                 name="compressor-convergence-gpt",
@@ -619,43 +470,16 @@ BENCHMARKS: Final = (
                 minutes=150,
                 figures=("4.16",),
             ),
-            Result(
-                name="compressor-convergence-lstm-dgc",
-                arguments="lstm --steps 6000 --every 300 --variants dgc 'dense, momentum'",
-                minutes=60,
-            ),
         ),
     ),
     Benchmark(
         script="benchmarks/slow_network_convergence.py",
-        depends=(
-            *TRAINED,
-            "comm/local_steps.py",
-            "benchmarks/convergence.py",
-            "benchmarks/convergence_examples.py",
-            "tests/ranks.py",
-        ),
         results=(
             Result(
                 name="slow-network-convergence",
                 arguments="--variants dense int8 'int8, stochastic' fp8 powersgd 'dense, AdamW' 'local 10' 'local 50' "
                 "'local 10, int8'",
                 minutes=40,
-            ),
-            Result(
-                name="slow-network-convergence-averaged",
-                arguments="--variants 'local 10, averaged' 'local 50, averaged'",
-                minutes=10,
-            ),
-            Result(
-                name="slow-network-convergence-streaming",
-                arguments="--variants 'local 50' 'streaming 50' 'streaming 50, int8'",
-                minutes=3,
-            ),
-            Result(
-                name="slow-network-convergence-streaming-lstm",
-                arguments="--example lstm --variants 'local 50' 'streaming 50' 'streaming 50, int8'",
-                minutes=6,
             ),
             Result(
                 name="slow-network-convergence-streaming-3000",
@@ -678,7 +502,7 @@ BENCHMARKS: Final = (
     # Plans.
     Benchmark(
         script="benchmarks/cupcake_planning.py",
-        depends=(*PLANNED, "benchmarks/baselines", "comm/cupcake"),
+        also=MODELS,
         results=(
             Result(
                 name="cupcake-planning",
@@ -690,23 +514,17 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/espresso_planning.py",
-        depends=(*PLANNED, *RIVALS, "comm/espresso"),
+        also=MODELS,
         results=(Result(name="espresso-planning", minutes=10, figures=("4.12", "4.13", "4.14", "4.15", "Table 4.5")),),
     ),
     Benchmark(
         script="benchmarks/espresso_upper_bound.py",
-        depends=(*PLANNED, *RIVALS, "comm/espresso", "benchmarks/espresso_planning.py"),
+        also=MODELS,
         results=(Result(name="espresso-upper-bound", minutes=2, figures=("4.14",)),),
     ),
     Benchmark(
         script="benchmarks/planned_scaling.py",
-        depends=(
-            *PLANNED,
-            *RIVALS,
-            "comm/espresso",
-            "benchmarks/espresso_planning.py",
-            "benchmarks/espresso_upper_bound.py",
-        ),
+        also=MODELS,
         results=(
             Result(
                 name="planned-scaling",
@@ -718,13 +536,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/tensor_sizes.py",
-        depends=(
-            *PLANNED,
-            *RIVALS,
-            "comm/espresso",
-            "benchmarks/espresso_planning.py",
-            "benchmarks/espresso_upper_bound.py",
-        ),
+        also=MODELS,
         results=(
             Result(
                 name="tensor-sizes",
@@ -737,19 +549,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/plans.py",
         root=True,
-        depends=(
-            *TRAINED,
-            *PLANNED,
-            *LAB,
-            "comm/cupcake",
-            "comm/espresso",
-            "comm/profiler.py",
-            "comm/synchronizer.py",
-            "benchmarks/plans_worker.py",
-            "benchmarks/with_baselines.py",
-            "benchmarks/timed_model.py",
-            "benchmarks/workload.py",
-        ),
+        also=MODELS,
         results=(
             Result(
                 name="plans-lstm",
@@ -768,17 +568,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/planned_training.py",
         root=True,
-        depends=(
-            *TRAINED,
-            *PLANNED,
-            *LAB,
-            "comm/cli",
-            *RIVALS,
-            "comm/espresso",
-            "comm/profiler.py",
-            "comm/synchronizer.py",
-            "benchmarks/curves.py",
-        ),
+        also=(*MODELS, "comm/cli"),
         results=(
             Result(
                 name="planned-training",
@@ -791,13 +581,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/whole_steps.py",
         root=True,
-        depends=(
-            *WRITTEN_BY_HAND,
-            "comm/local_steps.py",
-            "benchmarks/predicted.py",
-            "benchmarks/sparse_workload.py",
-            "benchmarks/whole_steps_worker.py",
-        ),
+        also=MODELS,
         results=(
             Result(
                 name="whole-steps-lstm",
@@ -835,11 +619,6 @@ BENCHMARKS: Final = (
                 minutes=16,
             ),
             Result(
-                name="whole-steps-dense-16-1000",
-                arguments="--models dense --hosts 16 --rates-mbit 1000 --dense-s 0.5",
-                minutes=20,
-            ),
-            Result(
                 name="whole-steps-dense-few-cores",
                 arguments="--models dense --hosts 8 --rates-mbit 100 --total-mbit 300 --dense-s 0.35",
                 minutes=5,
@@ -854,11 +633,10 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/predicted.py",
         root=True,
-        depends=(*WRITTEN_BY_HAND, "benchmarks/predicted_worker.py"),
+        also=MODELS,
         results=(
             Result(name="predicted", arguments="--seed 300 --count 50 --others 1", minutes=125),
             Result(name="predicted-unseen", arguments="--seed 500 --count 25 --others 1", minutes=62),
-            Result(name="predicted-again", arguments="--seed 316 331 332 333 --count 1 --others 1", minutes=10),
             Result(
                 name="predicted-models",
                 arguments="--models lstm resnet50 resnet101 vgg16 gpt2 bert_base ugatit",
@@ -879,71 +657,38 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/collectives.py",
         root=True,
-        depends=(
-            *COLLECTIVES,
-            *LAB,
-            "benchmarks/collectives_worker.py",
-            "benchmarks/workload.py",
-        ),
         results=(Result(name="collectives", minutes=3),),
     ),
     Benchmark(
         script="benchmarks/latency.py",
         root=True,
-        depends=(
-            *COLLECTIVES,
-            "benchmarks/collectives_worker.py",
-            "benchmarks/delayed_hosts.py",
-            "benchmarks/lab_job.py",
-            "benchmarks/workload.py",
-        ),
         results=(Result(name="latency", minutes=3),),
     ),
     Benchmark(
         script="benchmarks/at_once.py",
         root=True,
-        depends=(
-            "comm/net",
-            "comm/plan",
-            *LAB,
-            "benchmarks/at_once_worker.py",
-            "benchmarks/workload.py",
-        ),
-        results=(
-            Result(name="at-once", minutes=5),
-            Result(name="at-once-long-queues", arguments="--ranks 6 --rate-mbit 25 100 --queue-kib 2560", minutes=3),
-        ),
+        results=(Result(name="at-once", minutes=5),),
     ),
     # GPUs.
     Benchmark(
         script="benchmarks/fingerprint_gpu.py",
         gpu=True,
-        depends=("ckpt/capture", "ckpt/format"),
         results=(Result(name="fingerprint-gpu", minutes=2),),
     ),
     Benchmark(
         script="benchmarks/gpu_steps.py",
         gpu=True,
-        depends=(*JOB, "examples"),
+        also=JOB,
         results=(Result(name="gpu-steps", minutes=2),),
     ),
     Benchmark(
         script="benchmarks/comm_ops.py",
         gpu=True,
-        depends=("comm/ops", "comm/zen", "benchmarks/hash_kernels.py"),
         results=(Result(name="comm-ops-gpu", arguments="--sizes 1000000 --densities 0.01", minutes=1),),
     ),
     Benchmark(
         script="benchmarks/compressor_kernels.py",
         gpu=True,
-        depends=(
-            "comm/compress",
-            "comm/net",
-            "comm/ops",
-            "comm/zen",
-            "benchmarks/comm_ops.py",
-            "benchmarks/hash_kernels.py",
-        ),
         results=(
             Result(
                 name="compressor-kernels-gpu",
@@ -956,14 +701,14 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/gpu.py",
         gpu=True,
-        depends=("ckpt", "comm", "daemon", "launcher", "examples", "tests"),
+        also=(*JOB, "tests"),
         results=(Result(name="gpu", minutes=10),),
     ),
     # Soundness.
     Benchmark(
         script="tests/zoo",
         output="--out",
-        depends=("ckpt", "daemon", "launcher"),
+        also=(*JOB, "ckpt/integrations"),
         results=(
             Result(name="zoo-seed-24", arguments="--kills 2000 --seed 24", minutes=180),
             Result(
@@ -977,33 +722,26 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="tests/test_capture_soundness.py",
-        depends=("ckpt",),
         results=(Result(name="capture-soundness", arguments="--cases 100000 --seed 25", minutes=45),),
     ),
     Benchmark(
         script="tests/flips.py",
-        depends=("ckpt", "daemon", "launcher"),
+        also=JOB,
         results=(Result(name="flips", arguments="--flips 80 --seed 3", minutes=10),),
     ),
     Benchmark(
         script="tests/fuzz.py",
-        depends=("ckpt", "comm", "daemon", "launcher"),
+        also=("ckpt", "comm", "daemon", "launcher"),
         results=(Result(name="fuzz", arguments="--inputs 10000000 --seed 7", minutes=13),),
     ),
     Benchmark(
         script="tests/fuzz_live.py",
-        depends=("ckpt", "daemon"),
+        also=DAEMON,
         results=(Result(name="fuzz-live", arguments="--seconds 330 --seed 2", minutes=6),),
     ),
     # From other results, so that it comes last.
     Benchmark(
         script="benchmarks/goodput.py",
-        depends=(
-            "ckpt/format/placement.py",
-            "ckpt/format/survival.py",
-            "daemon/base/costs.py",
-            "benchmarks/wasted.py",
-        ),
         results=(
             Result(
                 name="goodput",
@@ -1017,24 +755,10 @@ BENCHMARKS: Final = (
 """Every script of benchmarks/ that writes a result, and the campaigns below tests/."""
 
 KEPT: Final = {
-    "2026-11-21-chaos.json": "the first campaign",
-    "2026-11-23-chaos.json": "a campaign of earlier code",
-    "2026-11-23-chaos-seed-31.json": "a campaign of earlier code",
-    "2026-11-21-compressor-convergence.json": "1000 steps of one seed; the script takes the example since",
-    "2026-11-21-replication-rate-200.json": "half of the state, on a busier machine",
-    "2026-11-22-zoo.json": "a campaign of earlier code",
-    "2026-11-23-capture-stall.json": "ratios to each contender's own memcpy; has 64 MiB and torch.save, too",
-    "2026-11-23-zoo-seed-23.json": "a campaign of earlier code",
     "2026-11-29-loops.json": "1,301 kills of the design in which step() copies; stopped there",
     "2026-11-28-zoo-handled.json": "the loop that came after the campaign",
-    "2026-11-24-collectives.json": "measured before chains were priced by their start-ups",
     "2026-11-25-predicted-fast-links.json": "faster links, drawn by an earlier version of the script",
     "2026-11-26-predicted.json": "up to 8 workers in real time on two cores, earlier code",
-    "2026-11-27-predicted-in-parts.json": "time dilated by four, whatever the number of workers",
-    "2026-11-28-whole-steps-dense-busy.json": "hosts with 0.67 cores at 100 Mbit/s that push each other from them",
-    "2026-11-28-whole-steps-lstm-busy.json": "as before, with fewer processors at each rate",
-    "2026-11-28-gpt-one-by-one.json": "the code before gradients of a bucket went together",
-    "2026-11-28-gpt-together.json": "the code after that, on the same machine at once",
     "2026-11-26-advise.json": "a quiet machine, twice as fast as that of the newest",
 }
 """Results beside the newest, or that no script writes: why each is kept. None is made again."""
@@ -1058,11 +782,8 @@ def name_of(file: str) -> str:
 
 
 def digests(benchmark: Benchmark, root: Path = ROOT) -> dict[str, str]:
-    """Return a digest of the script, and of each file and folder that it depends on, by path.
-
-    It is of the names and bytes of all files, so that any change shows, be it of a comment; "absent" if there are none.
-    """
-    return {path: _digest(root / path) for path in (benchmark.script, *benchmark.depends)}
+    """Return a digest of each file that the figures of a benchmark depend on, by path."""
+    return sources.digests((benchmark.script, *benchmark.also), root)
 
 
 def digests_of_script(script: Path) -> dict[str, str] | None:
@@ -1071,13 +792,3 @@ def digests_of_script(script: Path) -> dict[str, str] | None:
         if script.resolve() == ROOT / benchmark.script:
             return digests(benchmark)
     return None
-
-
-def _digest(path: Path) -> str:
-    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    found = hashlib.sha256()
-    for file in files:
-        if "__pycache__" not in file.parts:
-            content = file.read_bytes()
-            found.update(f"{file.relative_to(path.parent)}\0{len(content)}\0".encode() + content)
-    return found.hexdigest()[:16] if files else "absent"

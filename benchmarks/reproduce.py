@@ -11,10 +11,10 @@ the plots of the documents are drawn anew, the list of results is written anew, 
 older result are named. What needs more
 than this machine has is not begun: a line says what is missing, the rest is made, and the exit status is 1.
 
-A result is *stale* if a file or folder that it depends on (`catalogue.py`) differs from when it was made, or if a
-constant that it took from another result is no longer what the newest result of that name says. A result that does not
-say what it was made with is *of unknown age*: then the dates of the last commits, its own and those of what it depends
-on, are all there is to go by. Neither says that its figures are wrong.
+A result is *stale* if a file that it depends on (`sources.py`, `catalogue.py`) has changed since, by more than comments
+and docstrings, or if a constant that it took from another result is no longer what the newest result of that name says.
+That does not mean that its figures are wrong. The code of results that did not record it is that of the commit that
+added them ("code_from").
 """
 
 import argparse
@@ -28,10 +28,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 
 from catalogue import BENCHMARKS, KEPT, RESULTS, ROOT, Benchmark, Result, digests, entries, latest, name_of
@@ -121,30 +121,23 @@ def outdated(path: Path) -> Iterator[str]:
             yield f"{name} is {taken.value:.3g} here, and {current.value:.3g} in {current.result}"
 
 
-def changed(benchmark: Benchmark, path: Path, *, root: Path = ROOT) -> list[str] | None:
-    """Return which files and folders below `root` differ from when a result was made; None if it does not say."""
-    code = json.loads(path.read_text()).get("code")
-    return code and [each for each, digest in digests(benchmark, root).items() if code.get(each) != digest]
+def changed(benchmark: Benchmark, path: Path, *, root: Path = ROOT) -> list[str]:
+    """Return which files below `root` differ from when a result was made, with what is new or gone."""
+    then, now = json.loads(path.read_text()).get("code", {}), digests(benchmark, root)
+    how = {**dict.fromkeys(then.keys() - now.keys(), " (gone)"), **dict.fromkeys(now.keys() - then.keys(), " (new)")}
+    return [f"{file}{how.get(file, '')}" for file in sorted(then | now) if then.get(file) != now.get(file)]
 
 
 def state(benchmark: Benchmark, result: Result) -> tuple[str, list[str]]:
-    """Return "current", "stale", "of unknown age" or "not made" for the newest result of an entry, and the reasons."""
+    """Return "current", "stale" or "not made" for the newest result of an entry, and the reasons."""
     path = latest(result.name)
     if path is None:
         return "not made", []
-    code, reasons = changed(benchmark, path), list(outdated(path))
-    if code:
-        reasons.append(f"changed since: {', '.join(code)}")
-    if reasons:
-        return "stale", reasons
-    if code is not None:
-        return "current", []
-    made = _committed(path.relative_to(ROOT).as_posix())
-    if not made:
-        return "of unknown age", ["git has no commit of it"]
-    later = [each for each in (benchmark.script, *benchmark.depends) if _committed(each) > made]
-    since = f"since then {', '.join(later)}" if later else "and nothing that it depends on since"
-    return "of unknown age", [f"committed {made[:10]}, {since}"]
+    reasons = list(outdated(path))
+    if files := changed(benchmark, path):
+        since = "the commit that added it" if "code_from" in json.loads(path.read_text()) else "then"
+        reasons.append(f"{len(files)} changed since {since}: {', '.join(files)}")
+    return "stale" if reasons else "current", reasons
 
 
 def show(chosen: Sequence[Entry]) -> None:
@@ -168,14 +161,14 @@ def show(chosen: Sequence[Entry]) -> None:
 
 
 def check(chosen: Sequence[Entry]) -> int:
-    """Print which results are stale or of unknown age, and why; return 1 if any is stale."""
+    """Print which results are stale, and why, in full if only one is asked for; return 1 if any is stale."""
     found = [(result.name, *state(benchmark, result)) for benchmark, result in chosen]
-    for word in ("of unknown age", "stale"):
-        of_word = [(name, reasons) for name, how, reasons in found if how == word]
-        print(f"{len(of_word)} {word}{':' if of_word else ''}")
-        for name, reasons in of_word:
-            print("\n".join(f"  {name}: {reason}" for reason in reasons))
-    return 1 if any(how == "stale" for _, how, _ in found) else 0
+    stale = [(name, reasons) for name, how, reasons in found if how == "stale"]
+    print(f"{len(stale)} of {len(found)} are stale{':' if stale else ''}")
+    for name, reasons in stale:
+        for reason in reasons:
+            print(f"  {name}: {reason if len(chosen) == 1 else textwrap.shorten(reason, 200, placeholder=' …')}")
+    return 1 if stale else 0
 
 
 def make(chosen: Sequence[Entry]) -> int:
@@ -218,6 +211,9 @@ def run(benchmark: Benchmark, result: Result) -> str | None:
             return f"{benchmark.script} ended without a result"
         if digests(benchmark) != before:
             return "the code that it depends on changed meanwhile: run it again"
+        text = fresh.read_text()
+        if "code" not in json.loads(text):  # as of the campaigns in tests/
+            fresh.write_text(text.replace("{", f'{{"code": {json.dumps(before)},\n', 1))
         shutil.move(fresh, RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-{result.name}.json")
     return None
 
@@ -274,19 +270,6 @@ def _has_gpu() -> bool:
     import torch  # seconds, which only a benchmark of a GPU is worth
 
     return torch.cuda.is_available()
-
-
-@cache
-def _committed(path: str) -> str:
-    """Return when a path was last committed, in UTC; empty if never, or without git."""
-    command = ["git", "log", "-1", "--format=%cd", "--date=format-local:%Y-%m-%d %H:%M:%S", "--", path]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "TZ": "UTC"}, capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 if __name__ == "__main__":

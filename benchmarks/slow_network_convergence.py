@@ -76,7 +76,6 @@ VARIANTS: Final = {
     "local 50": Variant(local=50, adamw=True),
     "local 10, int8": Variant(scheme="int8", local=10, adamw=True),
     "streaming 50": Variant(local=50, fragments=4, delay=5, adamw=True),
-    "streaming 50, int8": Variant(scheme="int8", local=50, fragments=4, delay=5, adamw=True),
     "local 10, averaged": Variant(local=10, averaged=True, adamw=True),
     "local 50, averaged": Variant(local=50, averaged=True, adamw=True),
 }
