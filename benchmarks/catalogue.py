@@ -28,6 +28,7 @@ class Result:
             those of the other papers.
         needs: Packages beyond `.[test]`, and interpreters of rivals (paths that end in `bin/python`), which
             benchmarks/peers/README.md makes.
+        deterministic: It has no times: a nightly test makes it again, and it must be the same to the last digit.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Result:
     minutes: float
     figures: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -332,6 +334,7 @@ BENCHMARKS: Final = (
         results=(
             Result(
                 name="zen-formats",
+                deterministic=True,
                 arguments="--plot benchmarks/results/zen-formats.svg",
                 minutes=1,
                 figures=("3.17", "3.18"),
@@ -520,7 +523,7 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/espresso_upper_bound.py",
         also=MODELS,
-        results=(Result(name="espresso-upper-bound", minutes=2, figures=("4.14",)),),
+        results=(Result(name="espresso-upper-bound", deterministic=True, minutes=2, figures=("4.14",)),),
     ),
     Benchmark(
         script="benchmarks/planned_scaling.py",
@@ -745,6 +748,7 @@ BENCHMARKS: Final = (
         results=(
             Result(
                 name="goodput",
+                deterministic=True,
                 arguments="--plot benchmarks/results/goodput.svg",
                 minutes=1,
                 figures=("6.9", "6.10", "6.11", "6.12", "6.15"),

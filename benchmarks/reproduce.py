@@ -122,10 +122,14 @@ def outdated(path: Path) -> Iterator[str]:
 
 
 def changed(benchmark: Benchmark, path: Path, *, root: Path = ROOT) -> list[str]:
-    """Return which files below `root` differ from when a result was made, with what is new or gone."""
+    """Return which files below `root` differ from when a result was made, with what is new or gone and not moved."""
     then, now = json.loads(path.read_text()).get("code", {}), digests(benchmark, root)
-    how = {**dict.fromkeys(then.keys() - now.keys(), " (gone)"), **dict.fromkeys(now.keys() - then.keys(), " (new)")}
-    return [f"{file}{how.get(file, '')}" for file in sorted(then | now) if then.get(file) != now.get(file)]
+    how = {
+        **{file: " (gone)" for file in then.keys() - now.keys() if then[file] not in now.values()},
+        **{file: " (new)" for file in now.keys() - then.keys() if now[file] not in then.values()},
+        **{file: "" for file in then.keys() & now.keys() if then[file] != now[file]},
+    }
+    return [file + what for file, what in sorted(how.items())]
 
 
 def state(benchmark: Benchmark, result: Result) -> tuple[str, list[str]]:

@@ -53,7 +53,7 @@ def digests(paths: Iterable[str], root: Path) -> dict[str, str]:
 
 def _below(path: Path) -> list[Path]:
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    return [file for file in files if "__pycache__" not in file.parts]
+    return [file for file in files if "__pycache__" not in file.parts and file.suffix != ".md"]
 
 
 def _files(name: str, by: Path, root: Path) -> Iterator[Path]:

@@ -1,15 +1,13 @@
 """`benchmarks/reproduce.py`: its table is that of the scripts, documents and results, and what is stale is found."""
 
-import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import catalogue
 import pytest
 import reproduce
 from catalogue import BENCHMARKS, KEPT, RESULTS, ROOT, Benchmark, Result, digests, entries, latest, name_of
@@ -17,13 +15,11 @@ from reproduce import PAGE, changed, lacking, list_of_results, outdated, pages, 
 from test_docs import CONTENTS, contents, rows
 
 ENTRIES = [result for _, result in entries()]
-HARNESS = {"catalogue", "jobs", "lab_job", "report"}
-"""Modules of benchmarks/ that start, shape and print; what they import does not tell what figures depend on."""
 
 
 def test_the_table_names_what_exists() -> None:
     for benchmark in BENCHMARKS:
-        assert [each for each, digest in digests(benchmark).items() if digest == "absent"] == []
+        assert [each for each in benchmark.also if not (ROOT / each).exists()] == []
         script = ROOT / benchmark.script
         text = (script / "__main__.py" if script.is_dir() else script).read_text() + Path(
             reproduce.__file__
@@ -40,29 +36,6 @@ def test_every_script_that_writes_a_result_is_in_the_table() -> None:
     listed = {ROOT / benchmark.script for benchmark in BENCHMARKS}
     assert len(writers) > 25
     assert writers - listed == {ROOT / "benchmarks" / "report.py"}
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Yield what a benchmark imports of the package and of its own folder, as paths from the root."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        modules = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        for module in modules:
-            inside = module.removeprefix("resilient_run.").replace(".", "/")
-            found = f"{inside}.py" if module.startswith("resilient_run.") else f"benchmarks/{inside}.py"
-            if (ROOT / found).is_file() and module not in HARNESS:
-                yield found
-
-
-@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.script)
-def test_what_a_benchmark_imports_is_what_its_figures_depend_on(benchmark: Benchmark) -> None:
-    own = (benchmark.script, *benchmark.depends)
-    files = [ROOT / each for each in own if each.startswith("benchmarks/") and each.endswith(".py")]
-    needed = {each for path in files if path.stem not in HARNESS for each in imported(path)}
-    assert {each for each in needed if not any(each == path or each.startswith(f"{path}/") for path in own)} == set()
 
 
 def test_the_list_of_results_is_of_today() -> None:
@@ -151,31 +124,78 @@ def test_a_constant_that_is_not_that_of_today_is_found(tmp_path: Path) -> None:
 
 
 def test_code_that_is_not_that_of_today_is_found(tmp_path: Path) -> None:
-    (tmp_path / "room").mkdir()
-    script, file = tmp_path / "script.py", tmp_path / "room" / "a.py"
-    script.write_text("1")
-    file.write_text("2")
-    benchmark = Benchmark(script="script.py", depends=("room",), results=())
+    def file(name: str, text: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    file("benchmarks/script.py", "import other\nWORKER = 'worker.py'\n")
+    file("benchmarks/other.py", "import json\n")
+    file("benchmarks/worker.py", "def main():\n    from resilient_run.comm.zen import zen\n")
+    file("comm/zen/__init__.py", "from resilient_run.daemon.doctor import pages")
+    file("comm/zen/zen.py", "from ..net import *\nLAZY = 'resilient_run.comm.late:Late'\n")
+    file("comm/net.py", "x = 1")
+    file("comm/late.py", "import re")
+    file("comm/json.py", "not imported: a module of the package is not found beside it")
+    file("daemon/doctor/pages.py", "apart")
+    file("data/model.txt", "1")
+    benchmark = Benchmark(script="benchmarks/script.py", also=("data",), results=())
     result = write(tmp_path, "result.json", {"code": digests(benchmark, tmp_path)})
+    assert list(digests(benchmark, tmp_path)) == [
+        "benchmarks/other.py",
+        "benchmarks/script.py",
+        "benchmarks/worker.py",
+        "comm/late.py",
+        "comm/net.py",
+        "comm/zen/__init__.py",
+        "comm/zen/zen.py",
+        "data/model.txt",
+    ]
+    file("data/__pycache__/a.pyc", "made by python")
+    file("comm/net.py", '"""What it is."""\nx  =  1  # one\n"""What x is."""\n')
     assert changed(benchmark, result, root=tmp_path) == []
-    (tmp_path / "room" / "__pycache__").mkdir()
-    (tmp_path / "room" / "__pycache__" / "a.pyc").write_text("made by python")
-    assert changed(benchmark, result, root=tmp_path) == []
-    file.write_text("3")
-    assert changed(benchmark, result, root=tmp_path) == ["room"]
-    file.rename(file.with_name("b.py"))
-    script.write_text("4")
-    assert changed(benchmark, result, root=tmp_path) == ["script.py", "room"]
-    more = Benchmark(script="script.py", depends=("room", "new"), results=())
-    assert changed(more, result, root=tmp_path) == ["script.py", "room", "new"]
-    assert changed(benchmark, write(tmp_path, "old.json", {"results": {}}), root=tmp_path) is None
+    file("comm/net.py", "x = 2")
+    file("data/model.txt", "2")
+    assert changed(benchmark, result, root=tmp_path) == ["comm/net.py", "data/model.txt"]
+    file("benchmarks/worker.py", "import new")
+    file("benchmarks/new.py", "")
+    assert changed(benchmark, result, root=tmp_path) == [
+        "benchmarks/new.py (new)",
+        "benchmarks/worker.py",
+        "comm/late.py (gone)",
+        "comm/net.py (gone)",
+        "comm/zen/__init__.py (gone)",
+        "comm/zen/zen.py (gone)",
+        "data/model.txt",
+    ]
+    (tmp_path / "benchmarks" / "other.py").rename(tmp_path / "benchmarks" / "moved.py")
+    file("benchmarks/script.py", "import moved\nWORKER = 'worker.py'\n")
+    assert [each for each in changed(benchmark, result, root=tmp_path) if "other" in each or "moved" in each] == []
+    nothing = write(tmp_path, "old.json", {"results": {}})
+    assert len(changed(benchmark, nothing, root=tmp_path)) == len(digests(benchmark, tmp_path))
 
 
-def test_a_result_without_digests_is_of_unknown_age() -> None:
-    (entry,) = [(benchmark, result) for benchmark, result in entries() if result.name == "fuzz"]
-    word, (reason,) = reproduce.state(*entry)
-    assert word == "of unknown age"
-    assert re.match(r"committed \d{4}-\d\d-\d\d, |git has no commit of it", reason)
+def test_every_result_says_what_it_was_made_with() -> None:
+    for benchmark, result in entries():
+        if path := latest(result.name):
+            code = json.loads(path.read_text())["code"]
+            assert any(each == benchmark.script or each.startswith(f"{benchmark.script}/") for each in code), path
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "entry",
+    [(benchmark, result) for benchmark, result in entries() if result.deterministic],
+    ids=lambda entry: entry[1].name,
+)
+def test_a_deterministic_result_is_the_same_to_the_last_digit(entry: tuple[Benchmark, Result], tmp_path: Path) -> None:
+    benchmark, result = entry
+    newest = latest(result.name)
+    assert newest is not None
+    again = tmp_path / "result.json"
+    arguments = shlex.split(result.arguments.replace("benchmarks/results", str(tmp_path)))
+    subprocess.run([sys.executable, benchmark.script, *arguments, "--json", str(again)], cwd=ROOT, check=True)
+    assert json.loads(again.read_text())["results"] == json.loads(newest.read_text())["results"]
 
 
 @pytest.mark.parametrize(
@@ -210,28 +230,30 @@ def test_what_a_machine_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr(reproduce, "_has_gpu", lambda: False)
     result = Result(name="a", minutes=1, needs=("absent/bin/python", "no_such_package", "json"))
-    greedy = Benchmark(script="a.py", depends=(), results=(result,), root=True, gpu=True, cores=100_000)
+    greedy = Benchmark(script="a.py", results=(result,), root=True, gpu=True, cores=100_000)
     told = list(lacking(greedy, result))
     for line, begin in zip(
         told, ("root", "100000 cores", "a GPU", "absent/bin/python:", "no_such_package:"), strict=True
     ):
         assert line.startswith(begin)
-    plain = Benchmark(script="a.py", depends=(), results=(), cores=1)
+    plain = Benchmark(script="a.py", results=(), cores=1)
     assert list(lacking(plain, Result(name="a", minutes=1))) == []
 
 
 def test_a_result_is_replaced_only_by_a_run_that_ended_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproduce, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(catalogue, "ROOT", tmp_path)
+    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
+    monkeypatch.setattr(reproduce, "digests", lambda benchmark: digests(benchmark, tmp_path))
     (tmp_path / "results").mkdir()
     script = tmp_path / "script.py"
     writes = "import sys; open(sys.argv[sys.argv.index('--json') + 1], 'w').write(sys.argv[1])\n"
-    benchmark = Benchmark(script=str(script), depends=(), results=())
+    benchmark = Benchmark(script=script.name, results=())
+    one = "'{\"results\": 1}'"
     for text, said, problem in (
-        (writes, "one", None),
+        (writes, one, None),
         (writes + "sys.exit(3)", "two", "ended with status 3"),
         ("", "three", "ended without a result"),
-        (writes + f"open({str(script)!r}, 'a').write('#')", "four", "changed meanwhile"),
+        (writes + f"open({str(script)!r}, 'a').write('\\n2')", "four", "changed meanwhile"),
     ):
         script.write_text(text)
         found = reproduce.run(benchmark, Result(name="some", arguments=said, minutes=1))
@@ -239,4 +261,5 @@ def test_a_result_is_replaced_only_by_a_run_that_ended_well(tmp_path: Path, monk
         assert problem is None or problem in str(found)
         (file,) = (tmp_path / "results").iterdir()
         assert re.fullmatch(r"\d{4}-\d\d-\d\d-some\.json", file.name)
-        assert file.read_text() == "one"
+        made = json.loads(file.read_text())
+        assert (made["code"].keys(), made["results"]) == ({"script.py"}, 1)
