@@ -29,6 +29,7 @@ from .format.wire import Message
 from .link.env import TrainerEnv
 from .link.link import Link
 from .link.pulse import Pulse
+from .link.work import WorkMeter
 from .state.held import Accumulation, Unregistered
 from .state.state import TrainingState, due_rng
 from .transport.edge import EdgeConfig
@@ -98,6 +99,7 @@ class Checkpointer:
         self._exchange: Exchange | None = None
         self._pace: TrainerPace | None = None
         self._pulse: Pulse | None = None
+        self._work: WorkMeter | None = None
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._topology = 0
         self._injected = Injected()
@@ -255,7 +257,7 @@ class Checkpointer:
             return
         self._pace.enter()
         self._accumulation.completed(n)
-        self._link.notify("progress", step=n)
+        self._link.notify("progress", step=n, worked_s=None if self._work is None else self._work.read_s())
         self._pace.protection.stepped(n)
         if self._pace.captures:
             try:
@@ -356,6 +358,8 @@ class Checkpointer:
                 _begun.add(self._env)
         if self._pulse is not None:
             self._pulse.close()
+        if self._work is not None:
+            self._work.close()
         if self._pace is not None:
             self._pace.close()
         if self._exchange is not None:
@@ -418,6 +422,8 @@ class Checkpointer:
         self._plan, self._made_by = read_pair(answer.get("restore")), answer.get("made_by") or 0
         self._reshapes = answer.get("reshapes", False)
         self._link = link
+        if self._state.device() is None:  # of a GPU's work the CPU's time says nothing
+            self._work = WorkMeter()
         self._pulse = Pulse(link)
         self._pulse.start()
         self._capturer = capturer

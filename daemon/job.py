@@ -104,6 +104,7 @@ class Job:
             tmpfs=slots.directory,
             disks=disks,
             ask_peer=self._replicator.ask,
+            report=self._tree.report,
             supervisor=supervisor,
         )
         self._coordinator = Coordinator(
@@ -364,6 +365,7 @@ class Job:
         self.sessions.end(except_generation=round_.generation)
         self._pacer.reset()
         self.slots.clear_dead(round_)
+        self.view.work = {}
         self.view.round = round_
         log.info(
             "generation %d: ranks %s of %d here, restores %s",

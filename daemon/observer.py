@@ -15,12 +15,14 @@ from .base.supervise import Supervisor
 from .health.gpu import open_gpus
 from .health.health import local_directory, measure_host
 from .health.reach import Reach
+from .health.straggler import Stragglers
 from .health.threshold import Judge, Measure
 from .run import keys
 from .run.hang import HangDetector
 from .run.leased import LeasedKeys
 from .run.life import cpu_seconds
 from .run.observation import Observation, report_observations
+from .run.report import Report
 from .run.view import JobView
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ class Observer:
         tmpfs: Directory of the slots.
         disks: Directories that need room, besides a local persistent tier.
         ask_peer: Returns once the daemon of a host has answered; raises `PeerError`.
+        report: Returns what all hosts have reported, on the root.
         supervisor: Of the job's tasks.
 
     Attributes:
@@ -54,6 +57,7 @@ class Observer:
         tmpfs: Path,
         disks: Sequence[Path],
         ask_peer: Callable[[str], Awaitable[None]],
+        report: Callable[[], Report | None],
         supervisor: Supervisor,
     ) -> None:
         self.hang = HangDetector(policy.detect)
@@ -65,6 +69,8 @@ class Observer:
         self._tmpfs = tmpfs
         self._disks = [*disks, *local_directory(policy.persist.target)]
         self._reach = Reach(view, ask_peer, policy.detect.peer_unreachable_s)
+        self._report = report
+        self._stragglers = Stragglers(policy.detect)
         self._wrong: dict[str, Mapping[str, Observation]] = {}
 
     async def run(self) -> None:
@@ -99,7 +105,7 @@ class Observer:
         return [] if report is None else list(report["observations"])
 
     async def _watch_training(self) -> None:
-        judge = Judge()
+        judge, ranks = Judge(), Judge()
         while True:
             if suspects := self.hang.suspects():
                 # To find their children takes a look at every process of the host.
@@ -117,7 +123,16 @@ class Observer:
                 self._view.sign_here = self.hang.sign
             if self._commits:
                 self.update("commits", judge.judge(measure_lag(self.hang.steps, self._view.committed, self._policy)))
+            if self._policy.straggler_factor:
+                self.update("stragglers", ranks.judge(self._slow_ranks()))
             await asyncio.sleep(_LOOK_S)
+
+    def _slow_ranks(self) -> Iterator[Measure]:
+        """Yield which ranks of the run are slow, none where this host is not the root."""
+        report = self._report() if self._view.is_root else None
+        if report is not None and self._view.round is not None:
+            self._stragglers.hear(report.term[0], report.work)
+            yield from self._stragglers.measures(self._view.round)
 
     async def _watch_host(self) -> None:
         judge = Judge()

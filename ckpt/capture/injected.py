@@ -1,8 +1,11 @@
 """Faults that the daemon orders for this rank on purpose (`resilient-inject`); they strike in `Checkpointer.step()`."""
 
+import hashlib
 import logging
+import math
 import random
 import threading
+import time
 from typing import Any
 
 import torch
@@ -22,6 +25,9 @@ class Injected:
     def __init__(self) -> None:
         """Begin with none."""
         self._order: Message | None = None
+        self._factor = 1.0
+        self._until_s = 0.0
+        self._worked_s = 0.0
 
     def order(self, message: Message) -> None:
         """Let the next `strike` carry out the daemon's notification `message`."""
@@ -34,6 +40,8 @@ class Injected:
             InjectedFault: That is what is ordered, or there is no such tensor in `state` as is to be struck.
         """
         order, self._order = self._order, None
+        if self._factor > 1:
+            self._drag()
         if order is None:
             return
         if order.get("kind") == "raise":
@@ -42,7 +50,23 @@ class Injected:
             _log.warning("resilient-inject flipped %s", flip_bit(state, order.get("leaf", ""), order.get("seed", 0)))
             return
         duration: Any = order.get("duration_s")
+        if order.get("kind") == "slow-rank":
+            self._factor = order.get("factor", 1.0)
+            self._until_s = time.monotonic() + (duration or math.inf)
+            self._worked_s = time.thread_time()
+            return
         threading.Event().wait(duration or None)
+
+    def _drag(self) -> None:
+        """Compute for as much longer as this rank shall be slower, since it was here last."""
+        if time.monotonic() > self._until_s:
+            self._factor = 1.0
+            return
+        now_s, block = time.thread_time(), bytes(1 << 16)
+        end_s = now_s + (self._factor - 1) * (now_s - self._worked_s)
+        while time.thread_time() < end_s:
+            hashlib.sha256(block)
+        self._worked_s = time.thread_time()
 
 
 def flip_bit(state: TrainingState, leaf: str, seed: int) -> str:

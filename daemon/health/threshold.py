@@ -19,6 +19,8 @@ class Measure:
         value: What was measured.
         warn: Threshold of a warning, 0 for none.
         fail: Threshold of a failure, 0 for none.
+        rank: The rank that it is about, None for the host.
+        generation: The generation that it is about, None when it outlasts generations.
         low_is_bad: It is wrong below the thresholds (a rest), not from them on (a load).
         message: The sentence about the value; the threshold is added to it.
     """
@@ -28,6 +30,8 @@ class Measure:
     value: float
     warn: float = 0.0
     fail: float = 0.0
+    rank: int | None = None
+    generation: int | None = None
     low_is_bad: bool = False
     message: str
 
@@ -68,6 +72,8 @@ class Judge:
         return Observation(
             kind=measure.kind,
             severity=severity,
+            rank=measure.rank,
+            generation=measure.generation,
             value=round(measure.value, 3),
             limit=limit,
             message=f"{measure.message} (the limit is {limit:g})",

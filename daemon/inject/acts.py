@@ -121,6 +121,7 @@ def _kill_daemon(scene: Scene, order: Order) -> tuple[str, Blow]:
 LOCAL: Mapping[str, Callable[[Scene, Order], tuple[str, Blow]]] = {
     "kill-rank": _kill_rank,
     "hang-rank": _tell_rank,
+    "slow-rank": _tell_rank,
     "raise": _tell_rank,
     "flip-bit": _tell_rank,
     "corrupt-replica": _corrupt_replica,

@@ -18,7 +18,7 @@ from ..run.records import Failure
 from .requests import Request
 from .view import RootView
 
-HEALTH_KINDS = frozenset({"memory", "disk", "tmpfs", "load", "gpu"})
+HEALTH_KINDS = frozenset({"memory", "disk", "tmpfs", "load", "gpu", "straggler"})
 """Observations that say, with severity "fail", that a host cannot go on training."""
 
 _SOFTWARE = frozenset({"worker_exit", "hang", "restart"})

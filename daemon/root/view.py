@@ -81,7 +81,13 @@ class RootView:
 
     def observed(self) -> Iterator[tuple[str, Observation]]:
         """Yield everything that is wrong now, with the host where it is."""
-        return ((host, item) for host, items in self.observations.items() for item in items)
+        for host, items in self.observations.items():
+            for item in items:
+                if item.kind != "straggler":
+                    yield host, item
+                # Only the root sees which rank is slow; in another generation that one may run elsewhere.
+                elif item.generation == self.generation and self.round is not None and item.rank is not None:
+                    yield self.round.host_of(item.rank) or host, item
 
     def quarantined(self, now_unix_s: float) -> set[str]:
         """Return the hosts whose quarantine is not over."""

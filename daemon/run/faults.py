@@ -38,6 +38,14 @@ class Halt(SettingsRecord):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Drag(SettingsRecord):
+    """How many times as long each step computes, and for how long; 0: for good."""
+
+    factor: float = limited(1.5, low=1, high=100)
+    duration_s: float = limited(0.0, high=3600)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Corruption(SettingsRecord):
     """What is wrong with the replica afterwards; with `kill`, its rank is killed at once, so that it is needed."""
 
@@ -126,6 +134,12 @@ KINDS: Mapping[str, Kind] = {
         Kind(name="kill-rank", scope=Scope.RANK, what="SIGKILL a rank's trainer"),
         Kind(name="stop-rank", scope=Scope.RANK, what="SIGSTOP a rank's trainer", parameters=Halt),
         Kind(name="hang-rank", scope=Scope.RANK, what="block a rank inside Checkpointer.step()", parameters=Halt),
+        Kind(
+            name="slow-rank",
+            scope=Scope.RANK,
+            what="let a rank compute for longer in each Checkpointer.step()",
+            parameters=Drag,
+        ),
         Kind(name="raise", scope=Scope.RANK, what="raise InjectedFault in a rank's next Checkpointer.step()"),
         Kind(
             name="flip-bit",

@@ -7,7 +7,18 @@ from typing import Any
 from ..base.codec import Record, limited, parse_all
 from ..base.fields import printable
 
-KINDS = ("hang", "peer_unreachable", "memory", "disk", "tmpfs", "load", "gpu", "replication_slow", "corruption")
+KINDS = (
+    "hang",
+    "peer_unreachable",
+    "memory",
+    "disk",
+    "tmpfs",
+    "load",
+    "gpu",
+    "replication_slow",
+    "corruption",
+    "straggler",
+)
 SEVERITIES = ("info", "warn", "fail")
 """From harmless to "the root must act"."""
 

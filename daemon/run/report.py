@@ -15,6 +15,7 @@ from ..base.codec import Record, limited
 from ..base.fields import Fields
 from .commit import Held, Missed, is_dead
 from .rounds import MAX_WORLD_SIZE, Round
+from .work import Work, read_work, work_rows
 
 FAN_IN = 16
 _MOST_ABSENT = 1 << 14
@@ -123,6 +124,7 @@ class Report(Record):
         missed: The next capture that one of their ranks has missed, None while none has.
         claims: The digests of what is complete.
         absent: Hosts directly below one of them that it has not heard of: nothing is said of those.
+        work: Rank → what it has computed.
     """
 
     term: Term = limited(inline=True, read=_read_term, write=_term_value)
@@ -132,6 +134,9 @@ class Report(Record):
     missed: Missed | None = None
     claims: Claims = limited(read=lambda values, name: values.made(name, "claims", _claims_of), write=_claim_rows)
     absent: tuple[str, ...] = limited((), high=_MOST_ABSENT)
+    work: Mapping[int, Work] = limited(
+        factory=dict, read=lambda values, name: values.made(name, "work", read_work), write=work_rows
+    )
 
     def says_more_than(self, before: Self | None) -> bool:
         """Tell whether the one above must hear of this at once, after `before`."""
@@ -182,6 +187,7 @@ def added(own: Report, below: Iterable[str], reports: Mapping[str, Report]) -> R
         missed=_latest(missed),
         claims={pair: _joined(report.claims.get(pair, {}) for report in found) for pair in sorted(common)},
         absent=tuple(sorted(absent)),
+        work={rank: point for report in found for rank, point in report.work.items()},
     )
 
 

@@ -13,6 +13,7 @@ from .hang import ALIVE, BUSY, SILENT
 from .quarantine import Quarantine
 from .recoveries import Recoveries
 from .rounds import Round
+from .work import Work
 
 _SHOWN_S = 5.0
 
@@ -48,6 +49,7 @@ class JobView:
         signs: Host → the same of the others.
         done: Generation and newest step that an own rank has completed, None before the first.
         missed: The next capture that an own rank has missed last, None while none has.
+        work: Own rank → what it has computed in this generation.
     """
 
     _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(init=False, default_factory=dict)
@@ -75,6 +77,7 @@ class JobView:
     signs: dict[str, str] = field(default_factory=dict)
     done: Pair | None = None
     missed: Missed | None = None
+    work: Mapping[int, Work] = field(default_factory=dict)
 
     if not TYPE_CHECKING:  # which takes it for leave to assign to any name
 

@@ -22,6 +22,7 @@ from ..run.commit import Missed
 from ..run.hang import HangDetector
 from ..run.rounds import Round
 from ..run.view import JobView
+from ..run.work import Work, is_due
 from ..slots.memory import SLOTS_PER_RANK, host_bytes
 from ..slots.slots import Geometry, JobSlots, read_size
 from .trainer import Event, Trainer
@@ -136,6 +137,7 @@ class Sessions:
             generation=generation,
             topology=topology,
             pid=pid,
+            state_bytes=estimate_bytes,
             view=self._view,
             slots=self._slots,
             replicator=self._replicator,
@@ -228,7 +230,7 @@ class Sessions:
                 told = {"step": fields.integer("step"), "steps_at_risk": fields.integer("steps_at_risk")}
                 self._protection(trainer, **told, reason=fields.optional_text("reason"))
             case "progress":
-                self._progress(trainer, fields.integer("step"))
+                self._progress(trainer, fields.integer("step"), fields.optional_number("worked_s"))
             case "refused":
                 # It fails in a way that no restart cures.
                 self._refused[trainer.rank] = trainer.generation, fields.text("message", high=_MAX_TEXT_BYTES)
@@ -299,12 +301,16 @@ class Sessions:
         if self._trainers.get(rank) is trainer:
             count()
 
-    def _progress(self, trainer: Trainer, step: int) -> None:
+    def _progress(self, trainer: Trainer, step: int, worked_s: float | None) -> None:
         self.last_steps[trainer.rank] = step
         # The script has caught what was refused.
         self._refused.pop(trainer.rank, None)
         if self._trainers.get(trainer.rank) is trainer:
             self._hang.progressed(trainer.rank, step)
+            now_s, known = time.monotonic(), self._view.work.get(trainer.rank)
+            if worked_s is not None and is_due(known, step, now_s):
+                point = Work(step, worked_s, now_s, trainer.state_bytes)
+                self._view.work = {**self._view.work, trainer.rank: point}
         self._view.done = max(Pair(trainer.generation, step), self._view.done or Pair(0, 0))
         trainer.progress(step)
 

@@ -30,6 +30,7 @@ class Trainer:
         generation: The generation that it was started for.
         topology: Fingerprint that a checkpoint must have been made with.
         pid: Its process, as it says.
+        state_bytes: About how much it captures.
         notify: Sends it a message.
         close: Ends its connection.
         event: Tells the launcher of something.
@@ -40,6 +41,7 @@ class Trainer:
     generation: int
     topology: int
     pid: int
+    state_bytes: int
     view: JobView
     slots: JobSlots
     replicator: Replicator

@@ -1,0 +1,158 @@
+"""Stragglers: ranks that compute for longer than others do for the same work, again and again.
+
+In a synchronous run every step takes all ranks equally long, as the fast ones wait for the slow one in their
+collectives. So what each has computed is compared (`ckpt/link/work.py`), and only with ranks that capture about as
+much: a stage of a pipeline has other work than the next one, and is compared with its own replicas only.
+"""
+
+import statistics
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ..base.policy import DetectPolicy
+from ..run.rounds import Round
+from ..run.work import LEAST_STEPS, Work
+from .threshold import Measure
+
+_WINDOWS = 4
+"""So many times in a row a rank must be slow, and then fast again: what happens now and then does not count."""
+_ALIKE = 1.05
+"""State of ranks that do the same work, at most so many times as much as of the next smaller one."""
+_SHARE = 0.05
+"""What a slow rank costs the others, as a share of a step, to be worth a word."""
+_SPREADS = 5.0
+"""How many times as far from its peers as these are from each other."""
+_KEPT = 8
+
+
+class _Window(NamedTuple):
+    """How one rank compared with its peers over some steps: from which step on, and when that was known."""
+
+    factor: float
+    own_s: float
+    others_s: float
+    step: int
+    heard_s: float
+
+
+class Stragglers:
+    """Hears what all ranks have computed, and says which are slow.
+
+    Args:
+        policy: The limits.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, policy: DetectPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._begin(0)
+
+    def _begin(self, generation: int) -> None:
+        self._generation = generation
+        self._heard: Mapping[int, Work] = {}
+        self._points: dict[int, dict[int, Work]] = {}
+        self._bases: dict[tuple[int, ...], int] = {}
+        self._windows: dict[int, deque[_Window]] = {}
+        self._slow: dict[int, _Window] = {}
+
+    def hear(self, generation: int, work: Mapping[int, Work]) -> None:
+        """Take what ranks have computed in `generation` as of their last points."""
+        if generation != self._generation:
+            self._begin(generation)
+        if work is self._heard:
+            return
+        self._heard = work
+        for rank, point in work.items():
+            points = self._points.setdefault(rank, {})
+            points[point.step] = point
+            if len(points) > _KEPT:
+                del points[min(points)]
+        groups = list(_groups(work))
+        self._bases = {ranks: base for ranks, base in self._bases.items() if ranks in groups}
+        for ranks in groups:
+            self._compare(ranks)
+
+    def measures(self, round_: Round) -> Iterator[Measure]:
+        """Yield how slow the slow ranks are."""
+        factor, replace_s = self._policy.straggler_factor, self._policy.straggler_replace_s
+        for rank, first in self._slow.items():
+            window = sorted(self._windows[rank])[_WINDOWS // 2]
+            lasts = replace_s and self._clock() - first.heard_s >= replace_s
+            yield Measure(
+                name=f"rank {rank}",
+                kind="straggler",
+                rank=rank,
+                generation=self._generation,
+                value=max(factor, window.factor),
+                warn=factor,
+                fail=factor if lasts else 0.0,
+                message=f"rank {rank} on host {round_.host_of(rank)} computes {1000 * window.own_s:.0f} ms in each "
+                f"step since step {first.step}, and its peers, which wait for it, {1000 * window.others_s:.0f} ms",
+            )
+
+    def _compare(self, ranks: tuple[int, ...]) -> None:
+        """Compare what `ranks` computed between two steps that all of them have noted."""
+        points = [self._points[rank] for rank in ranks]
+        newest = max(set(points[0]).intersection(*points[1:]), default=None)
+        base = self._bases.get(ranks)
+        if newest is None or (base is not None and newest < base + LEAST_STEPS):
+            return
+        self._bases[ranks] = newest
+        if base is None or any(base not in known for known in points):
+            return
+        steps, heard_s = newest - base, self._clock()
+        own_s = [(known[newest].worked_s - known[base].worked_s) / steps for known in points]
+        step_s = (points[0][newest].at_s - points[0][base].at_s) / steps
+        for rank, seconds, (factor, others_s) in zip(ranks, own_s, slowness(own_s, step_s), strict=True):
+            windows = self._windows.setdefault(rank, deque(maxlen=_WINDOWS))
+            windows.append(_Window(factor, seconds, others_s, base, heard_s))
+            slow = [window.factor >= self._policy.straggler_factor for window in windows]
+            if all(slow) and len(slow) == _WINDOWS:
+                self._slow.setdefault(rank, windows[0])
+            elif not any(slow):
+                self._slow.pop(rank, None)
+
+
+def slowness(own_s: Sequence[float], step_s: float) -> list[tuple[float, float]]:
+    """Return for each rank how many times as long as its peers it computes, and how long these do.
+
+    Args:
+        own_s: What ranks with the same work compute in a step, seconds.
+        step_s: How long that takes.
+
+    Returns:
+        1 for a rank that is no slower than its peers' median, or by too little to matter: for less than a twentieth of
+        the step, or for what is usual among its peers (five times their median distance from their median).
+    """
+    ordered, found = sorted(own_s), []
+    middle_s = statistics.median(ordered)
+    for seconds in own_s:
+        factor, others_s = 1.0, middle_s
+        if seconds > middle_s:
+            place = bisect_left(ordered, seconds)
+            others = ordered[:place] + ordered[place + 1 :]
+            others_s = statistics.median(others)
+            spread_s = statistics.median(abs(other - others_s) for other in others)
+            if others_s > 0 and seconds - others_s > max(_SHARE * step_s, _SPREADS * spread_s):
+                factor = seconds / others_s
+        found.append((factor, others_s))
+    return found
+
+
+def _groups(work: Mapping[int, Work]) -> Iterator[tuple[int, ...]]:
+    """Yield the ranks that capture about as much as each other, as far as there are several."""
+    group: list[int] = []
+    before = 0
+    for rank in sorted(work, key=lambda rank: (work[rank].state_bytes, rank)):
+        if group and work[rank].state_bytes > _ALIKE * before:
+            if len(group) > 1:
+                yield tuple(group)
+            group = []
+        group.append(rank)
+        before = work[rank].state_bytes
+    if len(group) > 1:
+        yield tuple(group)
