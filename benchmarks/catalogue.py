@@ -91,6 +91,11 @@ BENCHMARKS: Final = (
         results=(Result(name="fewer-hosts", arguments="--hosts 2", minutes=4),),
     ),
     Benchmark(
+        script="benchmarks/straggler.py",
+        depends=JOB,
+        results=(Result(name="straggler", arguments="--quiet-minutes 8", minutes=25),),
+    ),
+    Benchmark(
         script="benchmarks/recovery_phases.py",
         also=JOB,
         results=(Result(name="recovery-phases", arguments="--rounds 5 --after 60", minutes=8, figures=("6.14",)),),

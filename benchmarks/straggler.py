@@ -164,12 +164,13 @@ def main() -> None:
     options.add_argument("--factors", type=float, nargs="+", default=[1.15, 1.3, 2.0])
     options.add_argument("--injections", type=int, default=10, help="for each factor")
     options.add_argument("--steps", type=int, default=60, help="after which a slow rank counts as not named")
-    options.add_argument("--quiet-minutes", type=float, default=20.0)
+    options.add_argument("--quiet-minutes", type=float, default=20.0, help="undisturbed, before")
     options.add_argument("--seed", type=int, default=1)
     args = options.parse_args()
     if args.worker:
         return worker(args.batch)
     chance, found = random.Random(args.seed), {factor: list[dict[str, Any]]() for factor in args.factors}
+    names = ("hosts", "batch", "injections", "steps", "quiet_minutes", "seed")
     with Run(args.hosts, args.batch) as run:
         run.wait(20, quiet=True)
         began, began_s = run.step, time.monotonic()
@@ -178,6 +179,17 @@ def main() -> None:
         for _ in range(args.injections):
             for factor, results in found.items():
                 results.append(inject(run, chance.randrange(args.hosts), factor, args.steps))
+            # It takes long, and what is known stays if it is cut short.
+            write_json(
+                args.json,
+                question="straggler",
+                parameters={name: getattr(args, name) for name in names},
+                results={
+                    "step_s": step_s,
+                    "left_alone": alone,
+                    "slow": {f"{factor:g}": results for factor, results in found.items()},
+                },
+            )
     rows = []
     for factor, results in found.items():
         steps = [each["steps"] for each in results if each["named"]]
@@ -186,16 +198,6 @@ def main() -> None:
     table("Slow ranks", ["factor", "named", "after steps", "within 30 steps", "others named"], rows)
     print(f"\nleft alone for {alone['seconds'] / 60:.0f} minutes, {alone['steps']} steps of {step_s:.2f} s: ", end="")
     print(f"{alone['false_alarms']} false alarms")
-    write_json(
-        args.json,
-        question="straggler",
-        parameters={name: getattr(args, name) for name in ("hosts", "batch", "injections", "steps", "seed")},
-        results={
-            "step_s": step_s,
-            "left_alone": alone,
-            "slow": {f"{factor:g}": results for factor, results in found.items()},
-        },
-    )
     return None
 
 

@@ -123,7 +123,7 @@ class Observer:
                 self._view.sign_here = self.hang.sign
             if self._commits:
                 self.update("commits", judge.judge(measure_lag(self.hang.steps, self._view.committed, self._policy)))
-            if self._policy.straggler_factor:
+            if self._policy.straggler_factor > 1:
                 self.update("stragglers", ranks.judge(self._slow_ranks()))
             await asyncio.sleep(_LOOK_S)
 

@@ -327,6 +327,18 @@ def test_unhealthy_host_is_swapped_for_a_standby(kind: str) -> None:
     assert swap.reason == f"host c is unhealthy ({kind} of c): d takes its place"
 
 
+def test_host_of_a_slow_rank_is_swapped_and_not_the_root_that_reports_it() -> None:
+    """In the next generation that rank runs elsewhere."""
+    members = {**dict.fromkeys("abc", 0), "d": 5}
+    slow = seen("straggler", "a", rank=2, generation=4)
+    quarantine, swap = decide(whole(observations=slow, members=members), POLICY, NOW_S).actions
+    assert isinstance(quarantine, PutInQuarantine)
+    assert isinstance(swap, Break)
+    assert (quarantine.host, swap.host) == ("c", "c")
+    old = seen("straggler", "a", rank=2, generation=3)
+    assert not decide(whole(observations=old, members=members), POLICY, NOW_S).actions
+
+
 def test_unhealthy_host_without_a_standby_trains_on_and_the_operator_is_asked() -> None:
     decision = decide(whole(observations=seen("gpu", "c")), POLICY, NOW_S)
     assert kinds(decision) == [PutInQuarantine, Replace]

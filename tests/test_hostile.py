@@ -183,6 +183,7 @@ def test_memory_is_not_taken_for_announced_bytes_that_do_not_come() -> None:
             "missed": {"generation": 1, "next": 3, "step": 4, "late": False},
             "claims": [[1, 2, "s", "m", "d", [[0, 3], [5, 5]]]],
             "absent": ["b"],
+            "work": [[0, 5, 1.5, 9.0, 64]],
         }
     ).filter(lambda value: isinstance(value, dict))
 )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from resilient_run.daemon.run.commit import Missed
 from resilient_run.daemon.run.report import FAN_IN, DigestClaim, Report, Said, Tree, added
 from resilient_run.daemon.run.rounds import Round
+from resilient_run.daemon.run.work import RankWork
 
 TERM = (1, 7)
 SAID = Said(term=TERM, number=1, watermark=(1, 1), watermark_revision=3, next=(1, 2), persist=None)
@@ -52,6 +53,7 @@ def test_the_root_hears_what_holds_for_all(data: st.DataObject, hosts: int) -> N
                 st.none() | st.builds(Missed, next=st.just((1, 6)), step=st.integers(6, 9), late=st.booleans())
             ),
             claims={(1, 5): {"s": {DigestClaim(mask="m", digest=data.draw(st.sampled_from("xy"))): ((rank, rank),)}}},
+            work={rank: RankWork(step=5, worked_s=0.5 * rank, at_s=9.0, state_bytes=1)},
         )
         for rank, host in enumerate(tree.round.hosts)
     }
@@ -70,6 +72,7 @@ def test_the_root_hears_what_holds_for_all(data: st.DataObject, hosts: int) -> N
         assert set(report.absent) >= silent
     else:
         assert (report.absent, report.complete) == ((), common)
+        assert report.work.keys() == set(range(hosts))
         missed = [one.missed for one in own.values() if one.missed]
         late = (
             Missed(next=(1, 6), step=max(it.step for it in missed), late=any(it.late for it in missed))

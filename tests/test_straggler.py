@@ -17,7 +17,7 @@ from resilient_run.daemon.health.straggler import Stragglers, slowness
 from resilient_run.daemon.health.threshold import Judge
 from resilient_run.daemon.run.observation import Observation, parse_observations
 from resilient_run.daemon.run.rounds import Round, Seat
-from resilient_run.daemon.run.work import Work, is_due, read_work, work_rows
+from resilient_run.daemon.run.work import RankWork, is_due, read_work, work_rows
 
 Trace = Callable[[int, int], float]
 """Rank and step → the seconds that the rank computes in it."""
@@ -38,7 +38,7 @@ class Run:
         self.now_s = 0.0
         self.step = 0
         self.worked = [100.0 * rank for rank in range(ranks)]
-        self.work: dict[int, Work] = {}
+        self.work: dict[int, RankWork] = {}
         self.policy = DetectPolicy(straggler_replace_s=60.0)
         self.stragglers = Stragglers(self.policy, clock=lambda: self.now_s)
         self.judge = Judge(wall=lambda: self.now_s)
@@ -53,7 +53,7 @@ class Run:
                 self.worked[rank] += seconds
                 at_s = self.now_s + 1000 * rank
                 if is_due(self.work.get(rank), self.step, at_s):
-                    point = Work(self.step, self.worked[rank], at_s, self.sizes(rank))
+                    point = RankWork(self.step, self.worked[rank], at_s, self.sizes(rank))
                     self.work = {**self.work, rank: point}
                     # Its report may come before that of the others.
                     self.stragglers.hear(1, self.work)
@@ -182,7 +182,7 @@ def test_spread_of_peers_counts() -> None:
 
 
 def test_work_reads_what_it_wrote_and_nothing_else() -> None:
-    work = {3: Work(5, 1.5, 2.5, 7), 0: Work(6, 0.0, 1.0, 8)}
+    work = {3: RankWork(5, 1.5, 2.5, 7), 0: RankWork(6, 0.0, 1.0, 8)}
     assert read_work(work_rows(work)) == work
     for rows in ([[1, 2]], [[0, 1, 2.0, 3.0, -1]], [[0, 1, float("nan"), 3.0, 1]], [[0, 1, "2", 3.0, 1]], [3], 3):
         with pytest.raises((TypeError, ValueError)):

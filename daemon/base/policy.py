@@ -101,7 +101,7 @@ class DetectPolicy(SettingsRecord):
         gpu_nvlink_warn_errors: NVLink errors that a GPU should not have during the job.
         peer_unreachable_s: How long the daemon of a placement peer may be silent while etcd has it registered.
         replication_lag_steps: Steps that commits may be behind training.
-        straggler_factor: How many times as long as its peers a rank computes that is slow.
+        straggler_factor: How many times as long as its peers a rank computes that is slow; up to 1, none is.
         straggler_replace_s: How long one may be slow before its host has failed, 0 for ever.
         corruption: What it leads to that ranks differ in bytes that they had in common: an observation, the end of the
             run, or the way back to the newest step on which all agreed.

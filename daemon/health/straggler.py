@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..base.policy import DetectPolicy
 from ..run.rounds import Round
-from ..run.work import LEAST_STEPS, Work
+from ..run.work import LEAST_STEPS, RankWork
 from .threshold import Measure
 
 _WINDOWS = 4
@@ -53,13 +53,13 @@ class Stragglers:
 
     def _begin(self, generation: int) -> None:
         self._generation = generation
-        self._heard: Mapping[int, Work] = {}
-        self._points: dict[int, dict[int, Work]] = {}
+        self._heard: Mapping[int, RankWork] = {}
+        self._points: dict[int, dict[int, RankWork]] = {}
         self._bases: dict[tuple[int, ...], int] = {}
         self._windows: dict[int, deque[_Window]] = {}
         self._slow: dict[int, _Window] = {}
 
-    def hear(self, generation: int, work: Mapping[int, Work]) -> None:
+    def hear(self, generation: int, work: Mapping[int, RankWork]) -> None:
         """Take what ranks have computed in `generation` as of their last points."""
         if generation != self._generation:
             self._begin(generation)
@@ -143,7 +143,7 @@ def slowness(own_s: Sequence[float], step_s: float) -> list[tuple[float, float]]
     return found
 
 
-def _groups(work: Mapping[int, Work]) -> Iterator[tuple[int, ...]]:
+def _groups(work: Mapping[int, RankWork]) -> Iterator[tuple[int, ...]]:
     """Yield the ranks that capture about as much as each other, as far as there are several."""
     group: list[int] = []
     before = 0

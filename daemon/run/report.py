@@ -15,7 +15,7 @@ from ..base.codec import Record, limited
 from ..base.fields import Fields
 from .commit import Held, Missed, is_dead
 from .rounds import MAX_WORLD_SIZE, Round
-from .work import Work, read_work, work_rows
+from .work import RankWork, read_work, work_rows
 
 FAN_IN = 16
 _MOST_ABSENT = 1 << 14
@@ -134,7 +134,7 @@ class Report(Record):
     missed: Missed | None = None
     claims: Claims = limited(read=lambda values, name: values.made(name, "claims", _claims_of), write=_claim_rows)
     absent: tuple[str, ...] = limited((), high=_MOST_ABSENT)
-    work: Mapping[int, Work] = limited(
+    work: Mapping[int, RankWork] = limited(
         factory=dict, read=lambda values, name: values.made(name, "work", read_work), write=work_rows
     )
 

@@ -13,7 +13,7 @@ from .hang import ALIVE, BUSY, SILENT
 from .quarantine import Quarantine
 from .recoveries import Recoveries
 from .rounds import Round
-from .work import Work
+from .work import RankWork
 
 _SHOWN_S = 5.0
 
@@ -77,7 +77,7 @@ class JobView:
     signs: dict[str, str] = field(default_factory=dict)
     done: Pair | None = None
     missed: Missed | None = None
-    work: Mapping[int, Work] = field(default_factory=dict)
+    work: Mapping[int, RankWork] = field(default_factory=dict)
 
     if not TYPE_CHECKING:  # which takes it for leave to assign to any name
 

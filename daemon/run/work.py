@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from .rounds import MAX_WORLD_SIZE
 
-LEAST_STEPS = 5
+LEAST_STEPS = 4
 """So many steps are compared together at least: one alone may load data or be logged."""
 _LEAST_S = 1.0
 """So long do they take at least."""
@@ -13,7 +13,7 @@ _MOST_STEPS = 1 << 12
 _MOST = 1e12
 
 
-class Work(NamedTuple):
+class RankWork(NamedTuple):
     """What a rank had computed when it completed a step.
 
     Attributes:
@@ -29,7 +29,7 @@ class Work(NamedTuple):
     state_bytes: int
 
 
-def is_due(known: Work | None, step: int, now_s: float) -> bool:
+def is_due(known: RankWork | None, step: int, now_s: float) -> bool:
     """Tell whether a rank's work is to be noted at `step`, after it was at `known`.
 
     All hosts count the same steps, and those of a longer distance are among those of a shorter one, so ranks of which
@@ -43,7 +43,7 @@ def is_due(known: Work | None, step: int, now_s: float) -> bool:
     return step // distance > known.step // distance
 
 
-def read_work(rows: Any) -> Mapping[int, Work]:
+def read_work(rows: Any) -> Mapping[int, RankWork]:
     """Return rank → work from the rows of a report.
 
     Raises:
@@ -55,12 +55,12 @@ def read_work(rows: Any) -> Mapping[int, Work]:
         if not all(type(number) in (int, float) and 0 <= number <= _MOST for number in (rank, *numbers)):
             raise ValueError(f"the work {str([rank, *numbers])[:80]}")
         step, worked_s, at_s, state_bytes = numbers
-        found[int(rank)] = Work(int(step), worked_s, at_s, int(state_bytes))
+        found[int(rank)] = RankWork(int(step), worked_s, at_s, int(state_bytes))
     if len(found) > MAX_WORLD_SIZE:
         raise ValueError(f"the work of {len(found)} ranks")
     return found
 
 
-def work_rows(work: Mapping[int, Work]) -> list[list[float]]:
+def work_rows(work: Mapping[int, RankWork]) -> list[list[float]]:
     """Return the rows that `read_work` reads."""
     return [[rank, *point] for rank, point in work.items()]

@@ -22,7 +22,7 @@ from ..run.commit import Missed
 from ..run.hang import HangDetector
 from ..run.rounds import Round
 from ..run.view import JobView
-from ..run.work import Work, is_due
+from ..run.work import RankWork, is_due
 from ..slots.memory import SLOTS_PER_RANK, host_bytes
 from ..slots.slots import Geometry, JobSlots, read_size
 from .trainer import Event, Trainer
@@ -309,7 +309,7 @@ class Sessions:
             self._hang.progressed(trainer.rank, step)
             now_s, known = time.monotonic(), self._view.work.get(trainer.rank)
             if worked_s is not None and is_due(known, step, now_s):
-                point = Work(step, worked_s, now_s, trainer.state_bytes)
+                point = RankWork(step, worked_s, now_s, trainer.state_bytes)
                 self._view.work = {**self._view.work, trainer.rank: point}
         self._view.done = max(Pair(trainer.generation, step), self._view.done or Pair(0, 0))
         trainer.progress(step)
