@@ -17,8 +17,10 @@ from ..run.rounds import Round
 from ..run.work import LEAST_STEPS, RankWork
 from .threshold import Measure
 
-_WINDOWS = 4
+_WINDOWS = 5
 """So many times in a row a rank must be slow, and then fast again: what happens now and then does not count."""
+_EACH = 1.05
+"""How slow it must be in each of them; the factor of the policy is for their mean without the slowest one."""
 _ALIKE = 1.05
 """State of ranks that do the same work, at most so many times as much as of the next smaller one."""
 _SHARE = 0.05
@@ -110,11 +112,13 @@ class Stragglers:
         for rank, seconds, (factor, others_s) in zip(ranks, own_s, slowness(own_s, step_s), strict=True):
             windows = self._windows.setdefault(rank, deque(maxlen=_WINDOWS))
             windows.append(_Window(factor, seconds, others_s, base, heard_s))
-            slow = [window.factor >= self._policy.straggler_factor for window in windows]
-            if all(slow) and len(slow) == _WINDOWS:
-                self._slow.setdefault(rank, windows[0])
-            elif not any(slow):
+            *usual, worst = sorted(window.factor for window in windows)
+            if worst < self._policy.straggler_factor:
                 self._slow.pop(rank, None)
+            elif len(windows) < _WINDOWS or usual[0] < _EACH:
+                continue
+            elif statistics.fmean(usual) >= self._policy.straggler_factor:
+                self._slow.setdefault(rank, windows[0])
 
 
 def slowness(own_s: Sequence[float], step_s: float) -> list[tuple[float, float]]:
