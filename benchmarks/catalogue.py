@@ -92,7 +92,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         script="benchmarks/straggler.py",
-        depends=JOB,
+        also=JOB,
         results=(Result(name="straggler", arguments="--quiet-minutes 8", minutes=25),),
     ),
     Benchmark(
