@@ -12,14 +12,16 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parent.parent
 FOLDER: Final = ROOT / "docs" / "frameworks"
 
-_BLOCK: Final = "<!-- {name}, recorded with {digest} by docs/killed_runs.py -->\n{text}<!-- end of the recording -->\n"
+_BLOCK: Final = "<!--killed_runs.py:{name}:{digest}-->\n{text}<!--end-->\n"
+_RECOVERED: Final = "resilient-run: recovered in "
 _LETTERS: Final = 120
 _TIME_S: Final = 400
 
@@ -39,7 +41,6 @@ class Example:
     at_step: int
     shown: str
     ends: str = r"parameters.*\w{64}"
-    environ: dict[str, str] = field(default_factory=dict)
 
     @property
     def file(self) -> Path:
@@ -56,8 +57,8 @@ class Example:
         """The command that starts the run."""
         words = self.script.split()
         first = next(number for number, word in enumerate(words) if "=" not in word)
-        run = ["resilient-run --nproc-per-node 2 --rdzv-id demo --rr-allow-injection"]
-        return " ".join([*words[:first], *run, *words[first:]])
+        run = "resilient-run --nproc-per-node 2 --rdzv-id demo --rr-allow-injection"
+        return " ".join([*words[:first], run, *words[first:]])
 
     @property
     def kill(self) -> str:
@@ -72,12 +73,15 @@ EXAMPLES: Final = {
     "accelerate": Example("examples/with_accelerate.py", 25, "^epoch "),
     "transformers": Example("examples/with_transformers.py", 15, "'loss'"),
     "trl": Example("examples/with_trl.py", 10, "^{'loss'"),
-    "lightning": Example("examples/with_lightning.py", 25, "^{'train_loss'"),
+    "lightning": Example("examples/with_lightning.py", 15, "^{'train_loss'"),
     "torchtitan": Example(
-        "examples/with_torchtitan.py", 12, r"step: +\d+ +loss", r"step: +\d+ +loss: +[-\d.]+ +(?:grad_norm: +[\d.]+)?"
+        "examples/with_torchtitan.py",
+        12,
+        r"step: +(?:1[1-4]|30) +loss",
+        r"step: +\d+ +loss: +[-\d.]+ +(?:grad_norm: +[\d.]+)?",
     ),
     "torch-distributed-checkpoint": Example(
-        "tests/frameworks/dcp_beside.py --steps 200 --dump-folder files", 50, "^$"
+        "tests/frameworks/dcp_beside.py --steps 200 --dump-folder files", 50, "^parameters "
     ),
     "fsdp1": Example("examples/with_fsdp1.py", 15, "^rank ", r"parameters \w{64}"),
     "deepspeed": Example("DS_ACCELERATOR=cpu examples/with_deepspeed.py", 25, "^step "),
@@ -89,7 +93,10 @@ def block(name: str, struck: str, printed: str) -> str:
     """Return what a page shows of a killed run, from what the two commands have printed."""
     example = EXAMPLES[name]
     file = example.file.relative_to(ROOT)
-    return _BLOCK.format(name=name, digest=example.digest, text=f"""\
+    return _BLOCK.format(
+        name=name,
+        digest=example.digest,
+        text=f"""\
 [{file.name}](../../{file}) on two ranks:
 
 ```sh
@@ -111,7 +118,8 @@ The run prints, and ends as an undisturbed one:
 ```
 {printed}
 ```
-""")
+""",
+    )
 
 
 def recorded(name: str) -> re.Match[str] | None:
@@ -129,56 +137,55 @@ def page(name: str) -> Path:
 def record(name: str) -> tuple[str, str]:
     """Run an example twice, once with a kill, and return what is shown of what the two commands of it print."""
     example = EXAMPLES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        os.mkdir(f"{folder}/run")
+    (undisturbed,) = run(example.start)
+    printed, struck = run(example.start, example.kill)
+    ends = [set(re.findall(example.ends, output)) for output in (undisturbed, printed)]
+    if ends[0] != ends[1] or not ends[0] or _RECOVERED not in printed:
+        raise SystemExit(f"{name} ended otherwise than the undisturbed run:\n{printed}\n{ends}")
+    return struck.strip(), shown(example, printed)
+
+
+def run(*commands: str) -> list[str]:
+    """Run commands at the same time, where nothing is left of others, and return what they print, without colors."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "run").mkdir()
+        for part in ("examples", "tests"):
+            (folder / part).symlink_to(ROOT / part)
         environ = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
-            "RESILIENT_RUN_DIR": f"{folder}/run",
+            "RESILIENT_RUN_DIR": str(folder / "run"),
+            "RESILIENT_SHM_DIR": stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")),
         }
-        (Path(folder) / "examples").symlink_to(ROOT / "examples")
-        (Path(folder) / "tests").symlink_to(ROOT / "tests")
-
-        def run(*commands: str) -> list[str]:
-            started = [
-                subprocess.Popen(
-                    ["bash", "-c", command],
-                    cwd=folder,
-                    env=environ,
-                    text=True,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT if command == example.start else subprocess.DEVNULL,
-                )
-                for command in commands
-            ]
-            outputs = [process.communicate(timeout=_TIME_S)[0] for process in started]
-            if any(process.returncode for process in started):
-                raise SystemExit(f"{name} failed:\n" + "\n".join(outputs))
-            return outputs
-
-        (undisturbed,) = run(example.start)
-        for left in Path(folder).iterdir():
-            if left.name == "files":
-                subprocess.run(["rm", "-r", left], check=True)
-        printed, struck = run(example.start, example.kill)
-    ends = [set(re.findall(example.ends, plain(output))) for output in (undisturbed, printed)]
-    if ends[0] != ends[1] or not ends[0]:
-        raise SystemExit(f"{name} ended otherwise than the undisturbed run:\n{printed}\n{ends}")
-    return struck.strip(), shown(example, plain(printed))
-
-
-def plain(output: str) -> str:
-    """Return an output without colors."""
-    return re.sub(r"\x1b\[[\d;]*m", "", output)
+        outputs = []
+        started = []
+        for command in commands:
+            process = subprocess.Popen(
+                ["bash", "-c", command],
+                cwd=folder,
+                env=environ,
+                text=True,
+                stdout=subprocess.PIPE,
+                # The second command fails until there is the run.
+                stderr=subprocess.DEVNULL if started else subprocess.STDOUT,
+            )
+            stack.callback(process.kill)
+            started.append(process)
+        for process in started:
+            outputs.append(re.sub(r"\x1b\[[\d;]*m", "", process.communicate(timeout=_TIME_S)[0]))
+            if process.returncode:
+                raise SystemExit("\n".join(outputs))
+        return outputs
 
 
 def shown(example: Example, printed: str) -> str:
     """Return which lines are shown of what a killed run has printed."""
     lines: list[str] = []
     for line in printed.splitlines():
-        if line.startswith("resilient-run: recovered in "):
+        if line.startswith(_RECOVERED):
             lines.append(f"{line.partition('; detect ')[0]}; …")
         elif re.search(f"{example.shown}|{example.ends}", line):
             lines.append(line if len(line) <= _LETTERS else f"{line[:_LETTERS].rpartition(' ')[0]} …")

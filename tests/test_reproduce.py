@@ -87,7 +87,7 @@ PAPERS = {"ZEN, OSDI 2025": "ZEN ", "SparDL": "SparDL "}
 
 
 def test_figures_are_those_that_the_page_of_papers_has_results_for() -> None:
-    """An item of docs/internals/papers.md that shows a result has its figures and tables in the entry of that result."""
+    """An item of the page of papers that shows a result has its figures and tables in the entry of that result."""
     shown = set()
     for heading in CONTENTS:
         for row in rows(heading):
