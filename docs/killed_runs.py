@@ -70,22 +70,22 @@ class Example:
 
 
 EXAMPLES: Final = {
-    "accelerate": Example("examples/with_accelerate.py", 25, "^epoch "),
-    "transformers": Example("examples/with_transformers.py", 15, "'loss'"),
-    "trl": Example("examples/with_trl.py", 10, "^{'loss'"),
-    "lightning": Example("examples/with_lightning.py", 15, "^{'train_loss'"),
+    "accelerate": Example("examples/with_accelerate.py", 25, "^epoch |^parameters "),
+    "transformers": Example("examples/with_transformers.py", 15, "'loss'|^parameters "),
+    "trl": Example("examples/with_trl.py", 10, "^{'loss'|^parameters "),
+    "lightning": Example("examples/with_lightning.py", 15, "^{'train_loss'|^parameters "),
     "torchtitan": Example(
         "examples/with_torchtitan.py",
         12,
-        r"step: +(?:1[1-4]|30) +loss",
+        r"- step: +(?:12|30) +loss",
         r"step: +\d+ +loss: +[-\d.]+ +(?:grad_norm: +[\d.]+)?",
     ),
     "torch-distributed-checkpoint": Example(
         "tests/frameworks/dcp_beside.py --steps 200 --dump-folder files", 50, "^parameters "
     ),
     "fsdp1": Example("examples/with_fsdp1.py", 15, "^rank ", r"parameters \w{64}"),
-    "deepspeed": Example("DS_ACCELERATOR=cpu examples/with_deepspeed.py", 25, "^step "),
-    "megatron": Example("examples/with_megatron.py --tensor 2", 12, r'"rank": 0, "step": (?:1[1-4]|30),'),
+    "deepspeed": Example("DS_ACCELERATOR=cpu examples/with_deepspeed.py", 25, "^step |^parameters "),
+    "megatron": Example("examples/with_megatron.py --tensor 2", 12, r'"rank": 0, "step": (?:1[2-4]|30),|parameters'),
 }
 
 
@@ -187,7 +187,7 @@ def shown(example: Example, printed: str) -> str:
     for line in printed.splitlines():
         if line.startswith(_RECOVERED):
             lines.append(f"{line.partition('; detect ')[0]}; …")
-        elif re.search(f"{example.shown}|{example.ends}", line):
+        elif re.search(example.shown, line):
             lines.append(line if len(line) <= _LETTERS else f"{line[:_LETTERS].rpartition(' ')[0]} …")
         elif lines[-1:] != ["…"]:
             lines.append("…")
