@@ -72,7 +72,7 @@ class Example:
 EXAMPLES: Final = {
     "accelerate": Example("examples/with_accelerate.py", 25, "^epoch |^parameters "),
     "transformers": Example("examples/with_transformers.py", 15, "'loss'|^parameters "),
-    "trl": Example("examples/with_trl.py", 10, "^{'loss'|^parameters "),
+    "trl": Example("examples/with_trl.py", 10, "^{'loss'.*num_tokens': '(?:331|507|1020)'|^parameters "),
     "lightning": Example("examples/with_lightning.py", 15, "^{'train_loss'|^parameters "),
     "torchtitan": Example(
         "examples/with_torchtitan.py",
