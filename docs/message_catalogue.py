@@ -47,6 +47,7 @@ EXPLAINED: Final[dict[str, str]] = tomllib.loads(PAGE.with_suffix(".toml").read_
 """What messages do not say themselves: why they are there, and what to do."""
 
 _FENCE: Final = re.compile(r"^(`{3,}|~{3,}).*?^\1[ \t]*$", re.M | re.S)
+_ITEM: Final = re.compile(r"- (?=`)(?:`[^`]*`|[^`:])*:")
 _VARIES: Final = re.compile(r"…|'[^']*'|/\S+|\d[\d.]*|[:;()=]|, or ")
 """What is between those parts of a quoted message that are the same each time."""
 
@@ -138,7 +139,7 @@ def _text(node: ast.AST) -> str | None:
 def quoted(page: Path) -> Iterator[tuple[str, str]]:
     """Yield heading and text of each message that a page quotes.
 
-    They are blocks of code of no language, and code in first cells and in lines "**Message**".
+    They are blocks of code of no language, and code with which an item of a list begins, before its colon.
     """
     heading = ""
     blocks = iter(_FENCE.finditer(text := page.read_text()))
@@ -149,10 +150,8 @@ def quoted(page: Path) -> Iterator[tuple[str, str]]:
             block = next(blocks)[0]
             if block.startswith("```\n"):
                 yield heading, block.strip("`")
-        elif line.startswith("|"):
-            yield from ((heading, quote) for quote in re.findall(r"`([^`]+)`", line.split("|")[1]))
-        elif line.startswith("**Message**"):
-            yield from ((heading, quote) for quote in re.findall(r"`([^`]+)`", line))
+        elif said := _ITEM.match(line):
+            yield from ((heading, quote) for quote in re.findall(r"`([^`]+)`", said[0]))
 
 
 def fixed_parts(quote: str) -> list[str]:

@@ -85,11 +85,11 @@ LONGEST = {
     ("comm/measured.md",): 1750,
     ("internals/architecture.md",): 1550,
     ("internals/protocol.md",): 3700,
-    ("internals/papers.md",): 2900,
+    ("internals/papers.md",): 2500,
     ("internals/comm-code.md", "internals/engines.md", "internals/loops.md"): 2600,
     ("internals/versions.md", "internals/netlab.md"): 750,
     ("failure-model.md",): 2300,
-    ("troubleshooting.md",): 2600,
+    ("troubleshooting.md",): 2350,
     ("security.md",): 1500,
     ("doctor.md",): 600,
     ("injection.md",): 750,
@@ -101,9 +101,10 @@ LONGEST = {
     ("logging.md",): 500,
     ("debugging.md",): 500,
     ("worth-it.md",): 500,
-    ("frameworks.md",): 3350,
-    ("comparison.md",): 1500,
-    ("measurements.md",): 1850,
+    ("frameworks.md",): 1050,
+    tuple(f"frameworks/{page.name}" for page in sorted(DOCS.glob("frameworks/*.md"))): 3450,
+    ("comparison.md",): 1400,
+    ("measurements.md",): 1800,
     ("glossary.md",): 900,
     ("commands.md",): 3000,
     tuple(str(page.relative_to(DOCS)) for page in sorted(DOCS.rglob("*.md")) if page.name != "messages.md"): 50000,
@@ -238,6 +239,21 @@ def test_settings_are_those_of_the_configuration() -> None:
     assert sorted(told) == sorted(settings())
 
 
+def test_pages_of_frameworks_show_what_their_examples_print(script: Callable[[str], Any]) -> None:
+    """By its commands and the example's present lines; the worker that was killed is the one that came back."""
+    runs = script("killed_runs")
+    assert runs.EXAMPLES.keys() == {path.stem for path in runs.FOLDER.glob("*.md")} - {"data"}
+    for name, example in runs.EXAMPLES.items():
+        found = runs.recorded(name)
+        assert found is not None, name
+        shown = runs.block(name, found["struck"], found["printed"])
+        assert found[0] == shown, f"record it again: python docs/killed_runs.py {name}"
+        (worker,) = re.findall(r"SIGKILL to (rank 1 \(pid \d+\))$", found["struck"])
+        recovered = rf"recovered in [\d.]+ s \({re.escape(worker)} on host \S+ was killed by SIGKILL\): step \d+ from"
+        assert re.search(recovered, found["printed"]), name
+        assert re.search(example.ends, found["printed"]), name
+
+
 def test_plots_show_the_committed_results(script: Callable[[str], Any]) -> None:
     pictures = script("result_pictures")
     drawn = {name: draw() for name, draw in pictures.PLOTS.items()}
@@ -288,9 +304,9 @@ CONTENTS = {
 """Sections of the page of papers, and what the papers have."""
 
 
-def contents(listed: str) -> Iterator[str]:
-    """Yield each section, figure, … of a list that may have ranges and small words, and after a colon what they are."""
-    for item in (item for item in listed.partition(": ")[0].split(", ") if not item[0].islower()):
+def contents(names: str) -> Iterator[str]:
+    """Yield each section, figure, … of a list that may have ranges and small words."""
+    for item in (item for item in names.split(", ") if not item[0].islower()):
         found = re.fullmatch(rf"({KIND})([\w.]+)(?: to ([\w.]+))?", item)
         assert found, f"no section, figure, table, …: {item}"
         kind, first, last = found.groups()
@@ -300,15 +316,19 @@ def contents(listed: str) -> Iterator[str]:
 
 
 def rows(heading: str) -> list[str]:
-    """Return the rows of the table below a heading of the page of papers, without the two of its head."""
+    """Return the items of the list below a heading of the page of papers."""
     below = PAPERS.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return [line for line in below.splitlines() if line.startswith("| ")][1:]
+    return [line for line in below.splitlines() if line.startswith("- **")]
+
+
+def listed(row: str) -> Iterator[str]:
+    """Yield what an item of the page of papers is about."""
+    return contents(row.split("**")[1])
 
 
 @pytest.mark.parametrize("heading", CONTENTS)
 def test_papers_are_complete(heading: str) -> None:
-    listed = {item for row in rows(heading) for item in contents(row.split(" | ")[0].removeprefix("| "))}
-    assert listed == set(contents(CONTENTS[heading]))
+    assert {item for row in rows(heading) for item in listed(row)} == set(contents(CONTENTS[heading]))
 
 
 @cache
@@ -332,8 +352,8 @@ def exists(named: str) -> bool:
 
 
 def test_papers_name_what_exists() -> None:
-    table = "\n".join(row for heading in CONTENTS for row in rows(heading))
-    named = [name for name in re.findall(r"`([^`]+)`", table) if "/" in name or name.startswith("test_")]
+    text = "\n".join(row for heading in CONTENTS for row in rows(heading))
+    named = [name for name in re.findall(r"`([^`]+)`", text) if "/" in name or name.startswith("test_")]
     assert len(named) > 200
     assert [each for each in named if not exists(each)] == []
 

@@ -12,7 +12,7 @@ import pytest
 import reproduce
 from catalogue import BENCHMARKS, KEPT, RESULTS, ROOT, Benchmark, Result, digests, entries, latest, name_of
 from reproduce import PAGE, changed, lacking, list_of_results, outdated, pages, select
-from test_docs import CONTENTS, contents, rows
+from test_docs import CONTENTS, listed, rows
 
 ENTRIES = [result for _, result in entries()]
 
@@ -60,17 +60,13 @@ PAPERS = {"ZEN, OSDI 2025": "ZEN ", "SparDL": "SparDL "}
 
 
 def test_figures_are_those_that_the_page_of_papers_has_results_for() -> None:
-    """A row of docs/internals/papers.md that shows a result has its figures and tables in the entry of that result."""
+    """An item of the page of papers that shows a result has its figures and tables in the entry of that result."""
     shown = set()
     for heading in CONTENTS:
         for row in rows(heading):
-            listed = [
-                item
-                for item in contents(row.split(" | ")[0].removeprefix("| "))
-                if item.startswith(("Fig. ", "Table "))
-            ]
+            figures = [item for item in listed(row) if item.startswith(("Fig. ", "Table "))]
             files = re.findall(r"results/(\d{4}-\d\d-\d\d-[\w-]+\.json)", row)
-            names = {PAPERS.get(heading, "") + item.removeprefix("Fig. ") for item in listed}
+            names = {PAPERS.get(heading, "") + item.removeprefix("Fig. ") for item in figures}
             shown |= {(name_of(file), name) for file in files if file not in KEPT for name in names}
     assert shown == {(result.name, figure) for result in ENTRIES for figure in result.figures}
 

@@ -29,7 +29,7 @@ _OWN_LOOP = (
     "the loop is the script's own, and nothing tells it which of its steps were restored; "
     "add a Checkpointer, restore() and step(n): docs/quickstart.md"
 )
-_ACCELERATE = "; with Accelerate: docs/frameworks.md#accelerate"
+_ACCELERATE = "; with Accelerate: docs/frameworks/accelerate.md"
 
 
 class ImportHook:

@@ -1,4 +1,4 @@
-"""accelerate: see docs/frameworks.md."""
+"""accelerate: see docs/frameworks/accelerate.md."""
 
 from resilient_run.ckpt.integrations.accelerate import AcceleratorCheckpointer
 

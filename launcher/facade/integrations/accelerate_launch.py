@@ -1,4 +1,4 @@
-"""accelerate launch, behind resilient-run: see docs/frameworks.md."""
+"""accelerate launch, behind resilient-run: see docs/frameworks/accelerate.md."""
 
 from resilient_run.ckpt.integrations.accelerate import launch as main
 

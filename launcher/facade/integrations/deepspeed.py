@@ -1,4 +1,4 @@
-"""DeepSpeed: see docs/frameworks.md."""
+"""DeepSpeed: see docs/frameworks/deepspeed.md."""
 
 import contextlib
 import importlib

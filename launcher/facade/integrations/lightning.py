@@ -1,4 +1,4 @@
-"""Lightning: see docs/frameworks.md."""
+"""Lightning: see docs/frameworks/lightning.md."""
 
 from resilient_run.ckpt.integrations.lightning import ResilientCallback
 

@@ -1,4 +1,4 @@
-"""Megatron: see docs/frameworks.md."""
+"""Megatron: see docs/frameworks/megatron.md."""
 
 from resilient_run.ckpt.integrations.megatron import MegatronState
 

@@ -1,4 +1,4 @@
-"""torch: see docs/frameworks.md."""
+"""torch: see docs/frameworks/data.md."""
 
 from resilient_run.ckpt.integrations.position import ResumableLoader
 

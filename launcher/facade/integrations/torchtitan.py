@@ -1,4 +1,4 @@
-"""torchtitan: see docs/frameworks.md."""
+"""torchtitan: see docs/frameworks/torchtitan.md."""
 
 from resilient_run.ckpt.integrations.torchtitan import every_step
 

@@ -1,4 +1,4 @@
-"""transformers: see docs/frameworks.md."""
+"""transformers: see docs/frameworks/transformers.md."""
 
 from resilient_run.ckpt.integrations.transformers import ResilientMixin, protect
 
