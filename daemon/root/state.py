@@ -138,6 +138,7 @@ class RootState:
                 observations=dict(sorted(folders[keys.OBSERVATIONS].items())),
                 quarantines=dict(folders[keys.QUARANTINES]),
                 decisions=found.get(keys.DECISIONS, ()),
+                went_back=found.get(keys.UNHEALTHY, ()),
                 requests=found.get(keys.REQUESTS, ()),
                 closed=keys.CLOSED in found.revisions,
                 revisions=dict(found.revisions),

@@ -37,6 +37,7 @@ HISTORY = "root/failures"  # root: the `Failure` of each generation, as roots no
 
 HOSTS = Folder("ckpt/hosts")  # by host, leased, its daemon: where peers fetch, and signs of life
 EQUAL = Folder("ckpt/equal")  # by structure, root: `EqualLeaves`
+UNHEALTHY = "ckpt/unhealthy"  # root: the pairs because of which the run went back
 
 INJECTION = "inject/"  # faults on purpose
 ORDERS = Folder("inject/orders")  # by id, `resilient-inject`: an `Order`
@@ -64,7 +65,7 @@ def lasting(prefix: str) -> list[str]:
     What vanishes with its writer is not among it: daemons may be there already for the next life.
     """
     folders = RENDEZVOUS, EQUAL(), f"{WATERMARK}/", ANSWERS(), INJECTION
-    return [prefix + name for name in (*folders, DECISIONS, REQUESTS, HISTORY, WATERMARK, PERSISTED)]
+    return [prefix + name for name in (*folders, UNHEALTHY, DECISIONS, REQUESTS, HISTORY, WATERMARK, PERSISTED)]
 
 
 def split(key: str) -> list[str]:

@@ -13,7 +13,7 @@ from resilient_run.ckpt.format.pair import Pair, pair_of
 
 from ..base.codec import Record, limited
 from ..base.fields import Fields
-from .commit import Held, Missed, is_dead
+from .commit import Held, Missed, Unhealthy, is_dead, joined_unhealthy
 from .rounds import MAX_WORLD_SIZE, Round
 
 FAN_IN = 16
@@ -88,6 +88,13 @@ def _read_complete(values: Fields, name: str) -> AbstractSet[Pair]:
     return values.made(name, "pairs", lambda pairs: frozenset(map(pair_of, pairs)))
 
 
+def _read_unhealthy(values: Fields, name: str) -> Mapping[Pair, Unhealthy]:
+    def read(rows: Any) -> Mapping[Pair, Unhealthy]:
+        return {pair_of(row[:2]): Unhealthy(*pair_of(row[2:])) for row in rows}
+
+    return values.made(name, "generations, steps, the steps before and ranks", read)
+
+
 def _run(ranks: Sequence[Any]) -> tuple[int, int]:
     first, last = ranks
     if type(first) is int and type(last) is int and 0 <= first <= last < MAX_WORLD_SIZE:
@@ -122,6 +129,7 @@ class Report(Record):
         complete: Pairs of which all of them hold everything that they must.
         missed: The next capture that one of their ranks has missed, None while none has.
         claims: The digests of what is complete.
+        unhealthy: Steps that one of their ranks calls unhealthy.
         absent: Hosts directly below one of them that it has not heard of: nothing is said of those.
     """
 
@@ -131,6 +139,11 @@ class Report(Record):
     )
     missed: Missed | None = None
     claims: Claims = limited(read=lambda values, name: values.made(name, "claims", _claims_of), write=_claim_rows)
+    unhealthy: Mapping[Pair, Unhealthy] = limited(
+        factory=dict,
+        read=_read_unhealthy,
+        write=lambda unhealthy: [[*pair, *told] for pair, told in sorted(unhealthy.items())],
+    )
     absent: tuple[str, ...] = limited((), high=_MOST_ABSENT)
 
     def says_more_than(self, before: Self | None) -> bool:
@@ -143,6 +156,7 @@ class Report(Record):
             or (before.complete and max(before.complete) not in self.complete)
             or self.missed != before.missed
             or self.absent != before.absent
+            or self.unhealthy != before.unhealthy
             or any(before.claims.get(pair) != claims for pair, claims in self.claims.items())
         )
 
@@ -181,6 +195,7 @@ def added(own: Report, below: Iterable[str], reports: Mapping[str, Report]) -> R
         complete=common,
         missed=_latest(missed),
         claims={pair: _joined(report.claims.get(pair, {}) for report in found) for pair in sorted(common)},
+        unhealthy=joined_unhealthy(*(report.unhealthy for report in found)),
         absent=tuple(sorted(absent)),
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from resilient_run.ckpt.format.pair import Pair
 
-from .commit import Agreed, Missed
+from .commit import Agreed, Missed, Unhealthy
 from .hang import ALIVE, BUSY, SILENT
 from .quarantine import Quarantine
 from .recoveries import Recoveries
@@ -48,6 +48,8 @@ class JobView:
         signs: Host → the same of the others.
         done: Generation and newest step that an own rank has completed, None before the first.
         missed: The next capture that an own rank has missed last, None while none has.
+        unhealthy_here: Uncommitted steps that own ranks call unhealthy.
+        unhealthy: Steps because of which the run went back.
     """
 
     _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(init=False, default_factory=dict)
@@ -75,6 +77,8 @@ class JobView:
     signs: dict[str, str] = field(default_factory=dict)
     done: Pair | None = None
     missed: Missed | None = None
+    unhealthy_here: Mapping[Pair, Unhealthy] = field(default_factory=dict)
+    unhealthy: frozenset[Pair] = frozenset()
 
     if not TYPE_CHECKING:  # which takes it for leave to assign to any name
 
