@@ -128,9 +128,9 @@ def pair_of_entry(entry: Entry | None, what: str = "pair") -> Pair | None:
     return None if entry is None else Fields(entry.value, what).pair()
 
 
-def pairs_of_entry(entry: Entry) -> tuple[Pair, ...]:
-    """Return the pairs that an entry lists."""
-    return Fields(entry.value, "pairs").made("pairs", "a list of pairs", lambda pairs: tuple(map(pair_of, pairs)))
+def parse_pairs(value: Mapping[str, Any]) -> tuple[Pair, ...]:
+    """Return the pairs that a value lists; DaemonError when it is malformed."""
+    return Fields(value, "pairs").made("pairs", "a list of pairs", lambda pairs: tuple(map(pair_of, pairs)))
 
 
 _DIGITS = 19
@@ -139,7 +139,8 @@ _KEYS: Keys = {
     keys.ROUND: lambda entry: Round.parse(entry.value, revision=entry.revision),
     keys.COMMITTED: lambda entry: Fields(entry.value, keys.COMMITTED).optional_integer("world_size", low=1),
     keys.CLOSED: of(Closed),
-    keys.UNHEALTHY: pairs_of_entry,
+    keys.UNHEALTHY: lambda entry: parse_pairs(entry.value),
+    keys.PERSISTED: lambda entry: parse_pairs(entry.value),
     keys.DECISIONS: lambda entry: parse_decisions(entry.value),
 }
 _FOLDERS: Folders = {

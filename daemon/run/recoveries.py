@@ -11,7 +11,7 @@ _KEPT: Final = 10_000
 _SHOWN: Final = 32
 _KINDS: Final = (
     "worker_exit", "host_lost", "hang", "unhealthy", "unhealthy_steps", "memory_lost", "corruption", "membership",
-    "restart",
+    "restart", "rollback",
 )  # fmt: skip
 """As in docs/operations/monitoring.md: a counter that begins at 0 shows the first of a kind, too."""
 
