@@ -119,7 +119,7 @@ def json_targets() -> list[Target]:
     answer = PersistAnswer(pair=(1, 5), world_size=2, ranks={0: file, 1: file}, error=None)
     term = {"term": 2, "election": 9}
     claims = [[1, 5, "0" * 16, "1" * 16, "2" * 16, [[0, 1], [4, 4]]]]
-    report = {**term, "complete": [[1, 5]], "claims": claims, "absent": ["b"]}
+    report = {**term, "complete": [[1, 5]], "claims": claims, "absent": ["b"], "unhealthy": [[1, 6, 5, 0]]}
     report["missed"] = Missed(next=(1, 6), step=7, late=True).to_value()
     said = {**term, "number": 3, "watermark_revision": 8, **agreed, "persist": {**pair, "unix_s": 1.0}}
     etcd_config = EtcdConfig(endpoints=("host:2379",), user="u", password="p")

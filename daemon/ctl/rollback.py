@@ -27,7 +27,7 @@ _NAMED = 20
 
 @click.command()
 @click.argument("run_id")
-@click.option("--to", "step", type=click.IntRange(min=0), required=True, help="The step to go on from.")
+@click.option("--to", "step", type=click.IntRange(min=0), required=True, help="The step.")
 @click.option(
     "--target",
     metavar="URL",
@@ -43,7 +43,7 @@ _NAMED = 20
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait until the run has committed a step after it.",
+    help="How long to wait for that.",
 )
 @etcd_options("127.0.0.1:2379")
 @click.pass_obj
@@ -56,9 +56,9 @@ def rollback(
     etcd_endpoint: str,
     etcd_conf: str,
 ) -> None:
-    """Let all ranks of the run RUN_ID restart from an older committed step: one in the persistent tier, or the newest.
+    """Restart all ranks of the run RUN_ID from a step in the persistent tier, or from the newest committed one.
 
-    Later steps in the persistent tier no longer count. The command ends when the run has committed a step again.
+    Later steps in the tier no longer count. The command ends when the run has committed a step again.
     """
     check_run_id(run_id, "RUN_ID")
     try:
