@@ -64,9 +64,9 @@ class AcceleratorCheckpointer(Checkpointer):
             )
         warn_of_buckets(accelerator._models, "DistributedDataParallelKwargs(find_unused_parameters=True)")
         self._accelerator = accelerator
+        self._epoch = 0
         self._in_epochs = False
         self._healthy = True  # as far as the micro-batches of the next step tell
-        self._in_epochs = False
         self._loaders = [PreparedLoader(loader) for loader in accelerator._dataloaders]
         self._knows_place = bool(accelerator._custom_objects) or any(
             isinstance(each, Stateful) for each in objects.values()

@@ -160,7 +160,7 @@ class _Rollback:
         Raises:
             DaemonError: There is none; says which there are.
         """
-        persisted = self._mirror.get(keys.PERSISTED, ())
+        persisted: tuple[Pair, ...] = self._mirror.get(keys.PERSISTED, ())
         at_hand = [pair for pair in (*persisted, watermark) if pair is not None and pair[1] == self._step]
         if at_hand:
             return max(at_hand)
