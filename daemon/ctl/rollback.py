@@ -34,7 +34,7 @@ _NAMED = 20
     envvar="RESILIENT_PERSIST",
     show_envvar=True,
     callback=check_url,
-    help="The persistent tier. Default: what the run's daemon here uses.",
+    help="The persistent tier. Default: that of the run's daemon here.",
 )
 @click.option(
     "--timeout",
@@ -43,7 +43,7 @@ _NAMED = 20
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait for that.",
+    help="How long to wait.",
 )
 @etcd_options("127.0.0.1:2379")
 @click.pass_obj
@@ -56,9 +56,9 @@ def rollback(
     etcd_endpoint: str,
     etcd_conf: str,
 ) -> None:
-    """Restart all ranks of the run RUN_ID from a step in the persistent tier, or from the newest committed one.
+    """Restart the run RUN_ID from a step in the persistent tier, or the newest committed one.
 
-    Later steps in the tier no longer count. The command ends when the run has committed a step again.
+    Later steps no longer count. It ends after the next commit.
     """
     check_run_id(run_id, "RUN_ID")
     try:
