@@ -85,12 +85,11 @@ class Checkpointer:
         self._state = TrainingState(objects, rng=rng)
         self._unregistered = Unregistered(lambda: self._state.objects)
         self._accumulation = Accumulation()
-        self._step = 0
+        self._step = self._topology = 0
         self._plan: Pair | None = None
-        self._made_by, self._reshapes = 0, False
-        self._restored = False
+        self._made_by, self._reshapes, self._unhealthy = 0, False, frozenset[int]()
         self._pid = os.getpid()
-        self._closed = self._warned = self._looked = False
+        self._restored = self._closed = self._warned = self._looked = False
         self._told: set[str] = set()
         self._knows_plan = self._knows_world = False
         self._env = TrainerEnv.from_environ(os.environ)
@@ -101,7 +100,6 @@ class Checkpointer:
         self._pulse: Pulse | None = None
         self._work: WorkMeter | None = None
         self._hooks: tuple[RemovableHandle, ...] = ()
-        self._topology = 0
         self._injected = Injected()
         if self._env is None:
             warnings.warn(
@@ -177,6 +175,11 @@ class Checkpointer:
         self._knows_world = True
         return self._made_by
 
+    @property
+    def unhealthy_steps(self) -> frozenset[int]:
+        """The steps after `planned_step` because of which the run went back, the same on all ranks: skip their data."""
+        return self._unhealthy
+
     def replace(self, **objects: Any) -> None:
         """Keep other objects from the next `step()` on, under registered names: a new optimizer for unfrozen layers.
 
@@ -231,10 +234,15 @@ class Checkpointer:
         self._step = plan[1]
         link.notify("restored", step=self._step, seconds=time.monotonic() - started_s)
 
-    def step(self, n: int | None = None) -> None:
+    def step(self, n: int | None = None, *, healthy: bool | torch.Tensor = True) -> None:
         """Declare `n` optimizer steps completed (default: one more than before), and begin to capture the state.
 
         Call it on every rank, after `optimizer.step()`. The first call waits until the daemon has allocated the slots.
+
+        Args:
+            n: The number of completed steps.
+            healthy: Whether this rank would go on from this state, as in `loss.isfinite()`. What any rank calls
+                unhealthy is never committed; `root.unhealthy_steps` in a row restart all from what is.
 
         Raises:
             TypeError: `n` is no integer.
@@ -243,6 +251,7 @@ class Checkpointer:
             MemoryBudgetError: The first capture does not fit in the memory budget of the host.
             InjectedFault: `resilient-inject` ordered it.
         """
+        is_healthy = bool(healthy)
         self._injected.strike(self._state)
         started_s = time.monotonic()
         n = self._checked(n)
@@ -257,11 +266,15 @@ class Checkpointer:
             return
         self._pace.enter()
         self._accumulation.completed(n)
-        self._link.notify("progress", step=n, worked_s=None if self._work is None else self._work.read_s())
+        worked_s = None if self._work is None else self._work.read_s()
+        self._link.notify("progress", step=n, worked_s=worked_s, **({} if is_healthy else {"unhealthy": True}))
         self._pace.protection.stepped(n)
         if self._pace.captures:
             try:
-                self._capturer.submit(n, self._state)
+                if is_healthy:
+                    self._capturer.submit(n, self._state)
+                else:
+                    self._capturer.omit(n)
             except StateError as error:
                 self._refuse(error)
             self._warn(self._state.order.replaced or self._state.unsaved.trained)
@@ -421,6 +434,7 @@ class Checkpointer:
             return
         self._plan, self._made_by = read_pair(answer.get("restore")), answer.get("made_by") or 0
         self._reshapes = answer.get("reshapes", False)
+        self._unhealthy = frozenset(answer.get("unhealthy", ()))
         self._link = link
         if self._state.device() is None:  # of a GPU's work the CPU's time says nothing
             self._work = WorkMeter()
@@ -519,7 +533,7 @@ class Checkpointer:
 
     def _load_slot(self, path: str, capturer: Capturer) -> None:
         slot = Slot.open(path, writable=True)
-        # After an error it stays mapped: whoever shows the variables of the traceback reads the tensors in it.
+        # After an error it stays mapped: whoever shows the variables of the traceback reads it.
         self._load(slot)
         capturer.prefer(slot.payload_offset)
         slot.close()
@@ -590,5 +604,4 @@ class Checkpointer:
 
 
 def _line(text: str) -> str:
-    """Return `text` as one line that a message can carry."""
     return "".join(each if each.isprintable() else "?" for each in " ".join(text.split()))[:_MAX_TEXT]

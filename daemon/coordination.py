@@ -181,6 +181,8 @@ class Coordinator:
             view.arrivals = {host: member.arrival for host, member in members if member.ready}
         if keys.QUARANTINES in seen:
             view.quarantines = dict(mirror.folders[keys.QUARANTINES])
+        if keys.UNHEALTHY in seen:
+            view.unhealthy = frozenset(mirror.get(keys.UNHEALTHY, ()))
         if keys.DECISIONS in seen:
             view.decisions = mirror.get(keys.DECISIONS, ())
         if keys.DONE in seen:

@@ -59,7 +59,7 @@ Way = tuple[int | None, int | None, str]
 
 _TORCHS_HANDLER = "_terminate_process_handler"
 
-ORDERED_KINDS = frozenset({"hang", "unhealthy", "memory_lost", "corruption"})
+ORDERED_KINDS = frozenset({"hang", "unhealthy", "unhealthy_steps", "memory_lost", "corruption"})
 """Failures that name a host none of whose workers has exited: somebody decided that they must not go on."""
 
 

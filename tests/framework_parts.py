@@ -152,8 +152,8 @@ class Attempts:
         """Return what a loop ends with, ended by force after each of the steps `at`; without any, nothing is kept."""
         advance, ends = self._advance, self._ends
 
-        def step(self: Checkpointer, n: int | None = None) -> None:
-            advance(self, n)
+        def step(self: Checkpointer, n: int | None = None, **told: Any) -> None:
+            advance(self, n, **told)
             # After each step, or the one at which it ends may come before the news of the commit of the one before.
             if ends:
                 committed = is_committed(self)

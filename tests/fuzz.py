@@ -45,6 +45,7 @@ from resilient_run.daemon.root.state import RootState
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.commit import Agreed, HeldPair, Missed
 from resilient_run.daemon.run.faults import Order
+from resilient_run.daemon.run.mirror import parse_pairs
 from resilient_run.daemon.run.observation import Observation, parse_observations
 from resilient_run.daemon.run.quarantine import Quarantine
 from resilient_run.daemon.run.records import (
@@ -58,7 +59,7 @@ from resilient_run.daemon.run.recoveries import Recoveries
 from resilient_run.daemon.run.report import Report, Said
 from resilient_run.daemon.run.rounds import Member, Round, Seat
 from resilient_run.daemon.tier.manifest import Persisted, RankFile
-from resilient_run.daemon.tier.persist_plan import PersistAnswer, PersistRequest, parse_published
+from resilient_run.daemon.tier.persist_plan import PersistAnswer, PersistRequest
 from resilient_run.launcher.inject.injection import Outcome, Sight
 from resilient_run.launcher.rendezvous.rounds import View, broken, rendezvous_mirror
 
@@ -118,7 +119,8 @@ def json_targets() -> list[Target]:
     answer = PersistAnswer(pair=(1, 5), world_size=2, ranks={0: file, 1: file}, error=None)
     term = {"term": 2, "election": 9}
     claims = [[1, 5, "0" * 16, "1" * 16, "2" * 16, [[0, 1], [4, 4]]]]
-    report = {**term, "complete": [[1, 5]], "claims": claims, "absent": ["b"], "work": [[0, 5, 1.5, 9.0, 64]]}
+    report = {**term, "complete": [[1, 5]], "claims": claims, "absent": ["b"], "unhealthy": [[1, 6, 5, 0]]}
+    report["work"] = [[0, 5, 1.5, 9.0, 64]]
     report["missed"] = Missed(next=(1, 6), step=7, late=True).to_value()
     said = {**term, "number": 3, "watermark_revision": 8, **agreed, "persist": {**pair, "unix_s": 1.0}}
     etcd_config = EtcdConfig(endpoints=("host:2379",), user="u", password="p")
@@ -146,7 +148,7 @@ def json_targets() -> list[Target]:
         etcd("observations", {"observations": [observation] * 2}, parse_observations),
         etcd("persist request", PersistRequest(pair=(1, 5), unix_s=1.0).to_value(), PersistRequest.parse),
         etcd("persist answer", answer.to_value(), PersistAnswer.parse),
-        etcd("published", {"pairs": [[1, 5], [1, 9]]}, parse_published),
+        etcd("published", {"pairs": [[1, 5], [1, 9]]}, parse_pairs),
         etcd("order", {"kind": "kill-rank", "host": "a", "rank": 0, "after_s": 1.0}, lambda v: Order.parse(v, "order")),
         etcd("outcome", outcome, Outcome.parse),
         etcd("policy", Policy().to_value(), Policy.parse),

@@ -43,7 +43,7 @@ def main(gate: Path, steps: int) -> None:
     model, optimizer = begin()
     checkpointer = Checkpointer(model=model, optimizer=optimizer)
     start = checkpointer.restore()
-    _say(rank=rank, pid=os.getpid(), started_at=start)
+    say(rank=rank, pid=os.getpid(), started_at=start)
     for step in range(start + 1, steps + 1):
         while int(gate.read_text() or 0) < step:
             time.sleep(0.01)
@@ -54,16 +54,17 @@ def main(gate: Path, steps: int) -> None:
             dist.all_reduce(parameter.grad)
         optimizer.step()
         # Before the step can be committed: a rank that is killed then does not say it any more.
-        _say(rank=rank, step=step, loss=loss.item())
+        say(rank=rank, step=step, loss=loss.item())
         checkpointer.step(step)
     if rank == 0:
-        _say(params_sha256=sha256_of(model))
+        say(params_sha256=sha256_of(model))
     checkpointer.close()
     dist.destroy_process_group()
     os._exit(0)  # a thread of Gloo can abort in Python's own end (docs/api.md)
 
 
-def _say(**line: object) -> None:
+def say(**line: object) -> None:
+    """Print a JSON line."""
     # One write, which nothing of another rank can come into.
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()

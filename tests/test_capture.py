@@ -424,6 +424,27 @@ def test_a_rank_says_what_it_misses_and_goes_on_where_all_do(
         assert daemon.watermark is None
 
 
+def test_an_unhealthy_step_is_not_captured_and_not_late(daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it was asked for, and where what was asked for before it has not been captured yet."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with Checkpointer(x=0) as ckpt:
+        ckpt.restore()
+        ckpt.step(1)
+        assert ckpt.wait(30)
+        daemon.call_for(1, 2)
+        _until_heard(ckpt, next_step=2)
+        ckpt.step(2, healthy=torch.tensor(float("nan")).isfinite())
+        assert not ckpt.wait(0)
+        assert daemon.wait_for("progress", step=2)["unhealthy"]
+        assert "unhealthy" not in daemon.wait_for("progress", step=1)
+        assert not daemon.wait_for("missed", next=2, step=2)["late"]
+        daemon.call_for(1, 3)
+        _until_heard(ckpt, next_step=3)
+        ckpt.step(3, healthy=torch.tensor(1.0).isfinite())
+        daemon.wait_for("complete", step=3)
+        assert sorted(message["step"] for message in daemon.seen if message["op"] == "complete") == [1, 3]
+
+
 @pytest.mark.parametrize("heard", ["before", "after"])
 def test_a_step_that_raises_is_missed_and_not_late(
     daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, heard: str

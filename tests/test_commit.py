@@ -3,14 +3,24 @@
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from seats import everywhere, seats
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair
-from resilient_run.daemon.run.commit import Agreed, HeldPair, Lead, Missed, advance, is_dead
+from resilient_run.daemon.run.commit import (
+    Agreed,
+    HeldPair,
+    Lead,
+    Missed,
+    Unhealthy,
+    advance,
+    is_dead,
+    joined_unhealthy,
+    unhealthy_row,
+)
 from resilient_run.daemon.run.rounds import Round
 
 
@@ -28,6 +38,22 @@ def test_round_knows_ranks_and_replicas() -> None:
     assert uneven.holders(6, 2) == ()
     assert uneven.kept("b", 2) == (2, 0, 1)
     assert uneven.kept("x", 2) == ()
+
+
+@given(data=st.data(), count=st.integers(1, 4))
+def test_steps_in_a_row_are_counted_over_all_ranks(data: st.DataObject, count: int) -> None:
+    """Whichever ranks call them unhealthy, and however far apart their numbers are."""
+    steps = sorted(data.draw(st.sets(st.integers(1, 99), min_size=1, max_size=12)))
+    calls = [data.draw(st.sets(st.sampled_from(steps))) for _ in range(3)]
+    before = dict(zip(steps, [0, *steps], strict=False))
+    told = [{Pair(1, step): Unhealthy(before[step], rank) for step in mine} for rank, mine in enumerate(calls)]
+    unhealthy = joined_unhealthy(*told)
+    rows = [steps[at : at + count] for at in range(len(steps) - count + 1)]
+    found = next((row for row in rows if set(row) <= set().union(*calls)), [])
+    assert [pair.step for pair in unhealthy_row(unhealthy, count)] == found
+    assert {pair.step: who.rank for pair, who in unhealthy.items()} == {
+        step: next(rank for rank, mine in enumerate(calls) if step in mine) for step in set().union(*calls)
+    }
 
 
 def test_round_spreads_replicas_over_labels() -> None:

@@ -32,6 +32,7 @@ from resilient_run.daemon.root.requests import Request
 from resilient_run.daemon.root.root import transaction
 from resilient_run.daemon.root.state import RootState
 from resilient_run.daemon.root.view import RootView
+from resilient_run.daemon.run.commit import Unhealthy
 from resilient_run.daemon.run.observation import Observation
 from resilient_run.daemon.run.quarantine import Quarantine
 from resilient_run.daemon.run.records import Failure
@@ -381,6 +382,29 @@ def test_hang_at_the_step_of_an_earlier_one_is_noted_once() -> None:
         assert kinds(decide(view, POLICY, NOW_S)) == [Break], changes
     stopped = seen("hang", "b", generation=4, rank=1, step=None)
     assert kinds(decide(whole(observations=stopped, alive=frozenset("a")), POLICY, NOW_S)) == [Break]
+
+
+def test_all_go_back_where_steps_in_a_row_are_unhealthy() -> None:
+    """On one rank or another; the steps are kept for those that skip them, and the failure loops like others."""
+    told = {Pair(4, step): Unhealthy(step - 1, rank) for step, rank in ((12, 1), (13, 0), (14, 1), (15, 0))}
+    view = whole(unhealthy=told, went_back=((3, 9),))
+    assert not decide(view, RootPolicy(unhealthy_steps=0), NOW_S).actions
+    assert not decide(view, RootPolicy(unhealthy_steps=5), NOW_S).actions
+    decision = decide(view, POLICY, NOW_S)
+    (action,) = decision.actions
+    assert isinstance(action, Break)
+    assert (action.kind, action.host, action.rank, action.step) == ("unhealthy_steps", "b", 1, 12)
+    assert action.reason == "steps 12 to 14 (3 in a row) are unhealthy, first on rank 1"
+    guards, puts = transaction(view, decision, NOW_S)
+    assert puts["ckpt/unhealthy"] == {"pairs": [(3, 9), (4, 12), (4, 13), (4, 14)]}
+    assert guards.keys() >= {"ckpt/unhealthy", "rdzv/round"}
+    after = Failure.parse(puts["rdzv/failure/4"], generation=4)
+    note, *others = decide(replace(view, failures={4: after}), POLICY, NOW_S).actions
+    assert isinstance(note, Note)
+    assert note.reason == f"{action.reason}; all hosts go back to step 10"
+    assert not others
+    (action,) = decide(view, RootPolicy(unhealthy_steps=1), NOW_S).actions
+    assert action.reason == "step 12 is unhealthy, first on rank 1"
 
 
 def test_failure_of_a_hang_says_at_which_step() -> None:

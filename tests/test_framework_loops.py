@@ -55,6 +55,19 @@ def test_accelerate_goes_on_in_several_loaders_at_once(attempt: Any, tmp_path: P
     assert attempt(run, *ends) == attempt(run)
 
 
+def test_an_unhealthy_micro_batch_makes_its_step_unhealthy(attempt: Any, tmp_path: Path) -> None:
+    def loop(accelerator: Any, ckpt: Any, train: Any, loader: Any) -> None:
+        for _ in ckpt.epochs(1):
+            for number, batch in enumerate(loader):
+                accelerator.gradient_state._set_sync_gradients(number % 2 == 1)
+                train(batch)
+                ckpt.step(healthy=number != 0)
+
+    attempt(lambda: accelerated(tmp_path, loop, shuffled()), 2)
+    assert attempt.daemon.wait_for("progress", step=1)["unhealthy"]
+    assert "unhealthy" not in attempt.daemon.wait_for("progress", step=2)
+
+
 def test_accelerate_goes_on_in_the_second_of_two_loops_over_epochs(attempt: Any, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
 

@@ -10,7 +10,8 @@ from etcd_scale import ADDRESS, Process, SimulatedHost, host_name, round_value
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_run.daemon.run.commit import Missed
+from resilient_run.ckpt.format.pair import Pair
+from resilient_run.daemon.run.commit import Missed, Unhealthy
 from resilient_run.daemon.run.report import FAN_IN, DigestClaim, Report, Said, Tree, added
 from resilient_run.daemon.run.rounds import Round
 from resilient_run.daemon.run.work import RankWork
@@ -52,6 +53,9 @@ def test_the_root_hears_what_holds_for_all(data: st.DataObject, hosts: int) -> N
             missed=data.draw(
                 st.none() | st.builds(Missed, next=st.just((1, 6)), step=st.integers(6, 9), late=st.booleans())
             ),
+            unhealthy=data.draw(
+                st.dictionaries(st.sampled_from([Pair(1, step) for step in (6, 7)]), st.just(Unhealthy(5, rank)))
+            ),
             claims={(1, 5): {"s": {DigestClaim(mask="m", digest=data.draw(st.sampled_from("xy"))): ((rank, rank),)}}},
             work={rank: RankWork(step=5, worked_s=0.5 * rank, at_s=9.0, state_bytes=1)},
         )
@@ -80,6 +84,10 @@ def test_the_root_hears_what_holds_for_all(data: st.DataObject, hosts: int) -> N
             else None
         )
         assert report.missed == late
+        calls = [(pair, told.rank) for one in own.values() for pair, told in one.unhealthy.items()]
+        assert report.unhealthy == {
+            pair: Unhealthy(5, min(rank for other, rank in calls if other == pair)) for pair, _ in calls
+        }
         if (1, 5) in common:
             claimed = {rank for runs in report.claims[1, 5]["s"].values() for a, b in runs for rank in range(a, b + 1)}
             assert claimed == set(range(hosts))
@@ -103,6 +111,7 @@ def test_only_what_is_more_is_said_at_once() -> None:
     assert replace(before, claims={(1, 5): {"s": {}}}).says_more_than(before)
     assert replace(before, term=(2, 9)).says_more_than(before)
     assert replace(before, missed=Missed(next=(1, 6), step=6, late=False)).says_more_than(before)
+    assert replace(before, unhealthy={Pair(1, 6): Unhealthy(5, 0)}).says_more_than(before)
 
 
 def run_tree(hosts: int, scenario: Callable[[Process], Awaitable[None]]) -> None:

@@ -34,8 +34,7 @@ EDGES = {
     "daemon.peers": "daemon.trust daemon.tier daemon.slots daemon.run daemon.base ckpt.errors ckpt.format",
     "daemon.trainers": "daemon.peers daemon.slots daemon.run daemon.base ckpt.errors ckpt.format",
     "daemon.comparison": "daemon.peers daemon.slots daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
-    "daemon.root": "daemon.comparison daemon.tier daemon.peers daemon.run daemon.base daemon.etcd"
-    " ckpt.errors ckpt.format",
+    "daemon.root": "daemon.comparison daemon.peers daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
     "daemon.health": "daemon.peers daemon.run daemon.base",
     "daemon.inject": "daemon.trainers daemon.slots daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
     "daemon": "daemon.* ckpt.errors ckpt.format",

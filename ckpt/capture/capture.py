@@ -200,6 +200,19 @@ class Capturer:
             raise
         self._raise_failure()
 
+    def omit(self, step: int) -> None:
+        """Leave `step` out: without the capture of this rank nobody's is committed.
+
+        Raises:
+            CheckpointError: The daemon refused the memory for the first capture.
+        """
+        self.release()
+        self._raise_failure()
+        with self._changed:
+            self._newest = step
+            self._give_up_waiting()
+            self._pass(step, failed=True)
+
     def _begun(self, step: int, state: TrainingState, *, eager: bool) -> tuple[_Capture, list[Leaf]]:
         """Return a capture of `state`, and its leaves; of all else that is made of a state nothing outlives this."""
         flat = state.flatten()

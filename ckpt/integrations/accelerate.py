@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
 from ..checkpointer import Checkpointer
@@ -65,6 +66,7 @@ class AcceleratorCheckpointer(Checkpointer):
         self._accelerator = accelerator
         self._epoch = 0
         self._in_epochs = False
+        self._healthy = True  # as far as the micro-batches of the next step tell
         self._loaders = [PreparedLoader(loader) for loader in accelerator._dataloaders]
         self._knows_place = bool(accelerator._custom_objects) or any(
             isinstance(each, Stateful) for each in objects.values()
@@ -96,8 +98,8 @@ class AcceleratorCheckpointer(Checkpointer):
         finally:
             self._in_epochs = False
 
-    def step(self, n: int | None = None) -> None:
-        """Record that a step of the optimizer is completed; does nothing where gradients were accumulated only.
+    def step(self, n: int | None = None, *, healthy: bool | torch.Tensor = True) -> None:
+        """Record that a step of the optimizer is completed; where gradients were accumulated only, keep `healthy`.
 
         Raises:
             StateError: This is not in a loop over `epochs()`, or the second step of an epoch whose place in the data
@@ -108,6 +110,7 @@ class AcceleratorCheckpointer(Checkpointer):
                 "step() outside of epochs(): after a restart the loop would begin with another epoch than the one that "
                 "was interrupted. Write `for epoch in checkpointer.epochs(EPOCHS):` around it, for one epoch too"
             )
+        self._healthy = self._healthy and bool(healthy)
         if not self._accelerator.sync_gradients:
             return
         if self._stepped == self._epoch and not self._knows_place and not any(each.in_epoch for each in self._loaders):
@@ -117,7 +120,8 @@ class AcceleratorCheckpointer(Checkpointer):
                 "nothing of it by skip_first_batches(); or register, by name, an object that knows the place"
             )
         self._stepped = self._epoch
-        super().step(n)
+        is_healthy, self._healthy = self._healthy, True
+        super().step(n, healthy=is_healthy)
 
 
 class _Loop:

@@ -15,6 +15,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Final, NoReturn, Protocol
 
+import torch
+
 from .. import checkpointer as checkpointers
 from ..checkpointer import Checkpointer
 from ..errors import DaemonError, InjectedFault, SlotError, StateError
@@ -147,7 +149,7 @@ class UnaskedCheckpointer(Checkpointer):
         """Report that this training is protected from now on."""
         self._hook.say(f"--rr-auto protects {self._what}: every step, with its place in the data and its random states")
 
-    def step(self, n: int | None = None) -> None:
+    def step(self, n: int | None = None, *, healthy: bool | torch.Tensor = True) -> None:
         """Keep a step if that can be done."""
         if self._has_left:
             return
@@ -160,7 +162,7 @@ class UnaskedCheckpointer(Checkpointer):
             if changed := self._remembered.changed():
                 self._doubt(changed)
             if not self._has_left:
-                super().step(n)
+                super().step(n, healthy=healthy)
         except InjectedFault:
             raise
         except Exception as error:  # noqa: BLE001 - the script has not asked for any of this

@@ -17,6 +17,7 @@ class RootPolicy(SettingsRecord):
 
     Attributes:
         stalled_recoveries: Recoveries in a row that may pass without a newly committed step before the run ends.
+        unhealthy_steps: Steps in a row that a rank may call unhealthy; then all ranks go back. 0: they never do.
         crash_loop_failures: Times that the same failure may stop training at about the same step; then the run ends.
         quarantine_failures: Failures of one host within the window that put it into quarantine.
         quarantine_window_s: How long a failure counts, seconds.
@@ -30,6 +31,7 @@ class RootPolicy(SettingsRecord):
     """
 
     stalled_recoveries: int = limited(5, low=1)
+    unhealthy_steps: int = limited(3, high=100)
     crash_loop_failures: int = limited(5, low=2)
     quarantine_failures: int = limited(3, low=1)
     quarantine_window_s: float = limited(1800.0, low=1)

@@ -28,6 +28,7 @@ from .goodput import goodput
 from .import_ import import_
 from .keygen import keygen
 from .placement import plan_placement
+from .rollback import rollback
 from .status import status
 
 
@@ -76,4 +77,5 @@ resilientctl.add_command(goodput)
 resilientctl.add_command(import_)
 resilientctl.add_command(keygen)
 resilientctl.add_command(plan_placement)
+resilientctl.add_command(rollback)
 resilientctl.add_command(status)

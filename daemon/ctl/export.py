@@ -66,9 +66,9 @@ def export(
                 f"{to} exists already, and is not an empty directory of yours; choose another --to"
             )
         if source == "memory":
-            captures = _from_memory(_job(settings, run_id), step)
+            captures = _from_memory(job_of(settings, run_id), step)
         else:
-            url = target or (_job(settings, run_id).get("persist") or {}).get("target")
+            url = target or (job_of(settings, run_id).get("persist") or {}).get("target")
             if url is None:
                 raise click.ClickException(f"run {run_id!r} has no persistent tier here; give --target")
             captures = published_slots(Tier(url, run_id, of_others=target is not None), step)
@@ -79,7 +79,8 @@ def export(
     click.echo(f"wrote step {found} (generation {generation}) of {len(captures.ranks)} ranks to {to}")
 
 
-def _job(settings: Settings, run_id: str) -> dict[str, Any]:
+def job_of(settings: Settings, run_id: str) -> dict[str, Any]:
+    """Return what the daemon of this host says of a run; it is a click error if there is none."""
     for job in ask(settings, "status")["jobs"]:
         if job["run_id"] == run_id:
             return dict(job)

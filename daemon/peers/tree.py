@@ -96,7 +96,8 @@ class ReportTree:
         pairs = complete(tree.round, view.kept_ranks, self._slots.held()) if self._slots.adopted else frozenset()
         missed = view.missed if view.missed is not None and view.missed.next == view.agreed.next else None
         claims = self._claims(pair for pair in pairs if pair[0] == view.generation)
-        own = Report(term=term, complete=pairs, missed=missed, claims=claims, work=view.work)
+        unhealthy = {pair: told for pair, told in view.unhealthy_here.items() if pair.generation == view.generation}
+        own = Report(term=term, complete=pairs, missed=missed, claims=claims, unhealthy=unhealthy, work=view.work)
         below = (*tree.below(view.host), *(sorted(self.beside) if view.is_root else ()))
         if (own, below, self._heard) != self._added[0]:
             self._added = (own, below, self._heard), added(own, below, self._reports)

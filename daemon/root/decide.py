@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from resilient_run.ckpt.format.pair import Pair
 
 from ..base.policy import RootPolicy
+from ..run.commit import unhealthy_row
 from ..run.observation import Observation
 from ..run.quarantine import Quarantine
 from ..run.records import Failure
@@ -24,7 +25,7 @@ HEALTH_KINDS = frozenset({"memory", "disk", "tmpfs", "load", "gpu", "straggler"}
 _SOFTWARE = frozenset({"worker_exit", "hang", "restart"})
 _HARDWARE = frozenset({"host_lost", "unhealthy"})
 _BLAMED = frozenset({"worker_exit", "hang", "host_lost", "unhealthy", "corruption"})
-_LOOPING = frozenset({"worker_exit", "hang", "corruption"})
+_LOOPING = frozenset({"worker_exit", "hang", "corruption", "unhealthy_steps"})
 _FEW_STEPS = 10
 """How much further than the last time a script may have got that fails in the same way for the same reason."""
 _ABSENT_S = 10.0
@@ -104,6 +105,7 @@ class Break:
     rank: int | None
     reason: str
     step: int | None = None
+    unhealthy: tuple[Pair, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,8 +164,9 @@ def decide(view: RootView, policy: RootPolicy, now_unix_s: float, *, corruption:
     if view.failure is None:
         if fall_back is not None:
             actions.append(Break(kind="memory_lost", host="", rank=None, reason=fall_back.reason))
-        elif (breaking := corrupted or _unhealthy(view, spare) or _hang(view)) is not None:
-            actions.append(breaking)
+        else:
+            found = corrupted or _unhealthy_steps(view, policy) or _unhealthy(view, spare) or _hang(view)
+            actions += [] if found is None else [found]
     answers = _answers(view)
     actions += answers
     view = replace(view, requests=remembered(view, answers, now_unix_s))
@@ -209,6 +212,8 @@ def _classify(view: RootView, failure: Failure) -> tuple[str, str]:
     where = "the beginning" if view.watermark is None else f"step {view.watermark[1]}"
     if failure.kind == "corruption":
         return "hardware failure", f"all hosts go back to {where}, on which all ranks agreed"
+    if failure.kind == "unhealthy_steps":
+        return "software failure", f"all hosts go back to {where}"
     if failure.kind in _SOFTWARE:
         return "software failure", f"the same hosts go on at {where} from their own memory"
     if failure.kind not in _HARDWARE:
@@ -331,6 +336,25 @@ def _corruption(view: RootView) -> Break | None:
             host = "" if item.rank is None else view.round.host_of(item.rank) or ""
             return Break(kind="corruption", host=host, rank=item.rank, reason=f"corruption: {item.message}")
     return None
+
+
+def _unhealthy_steps(view: RootView, policy: RootPolicy) -> Break | None:
+    """Return the way back to the newest committed step, which is before those that ranks call unhealthy in a row."""
+    assert view.round is not None
+    row = unhealthy_row(view.unhealthy, policy.unhealthy_steps)
+    if not row:
+        return None
+    rank, step = view.unhealthy[row[0]].rank, row[0].step
+    are = f"step {step} is" if len(row) == 1 else f"steps {step} to {row[-1].step} ({len(row)} in a row) are"
+    reason = f"{are} unhealthy, first on rank {rank}"
+    return Break(
+        kind="unhealthy_steps",
+        host=view.round.host_of(rank) or "",
+        rank=rank,
+        reason=reason,
+        step=step,
+        unhealthy=row,
+    )
 
 
 def _hang(view: RootView) -> Break | Overlook | None:

@@ -20,6 +20,7 @@ from ..comparison.digests import HostDigests
 from ..etcd.client import Entry, Etcd, EtcdUnavailable
 from ..peers.tree import ReportTree
 from ..run import keys
+from ..run.commit import Unhealthy
 from ..run.observation import Observation
 from ..run.records import CLOSED_TTL_S, Closed, Failure, parse_decisions
 from ..run.report import Claims, Said
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 
 _KEPT_DECISIONS = 32
 _KEPT_FAILURES = 64
+_KEPT_UNHEALTHY = 4096
 _LOOK_AGAIN_S = 5.0
 _LOOK_PAUSE_S = 0.02
 _RETRY_S = 0.5
@@ -158,6 +160,16 @@ class Root:
             )
             seen = self._tree.report(), self._view.watermark
             self._comparer.wake()
+            if self._unhealthy():
+                self._news.set()
+
+    def _unhealthy(self) -> dict[Pair, Unhealthy]:
+        """Return what ranks call unhealthy and no commit has followed."""
+        report, round_ = self._tree.report(), self._state.round
+        if report is None or round_ is None:
+            return {}
+        begins = max(self._state.agreed.committed or Pair(0, 0), Pair(round_.generation, 0))
+        return {pair: told for pair, told in report.unhealthy.items() if begins < pair < (round_.generation + 1,)}
 
     async def _say(self) -> None:
         """Let all hosts know what etcd has of commits, whenever that changes."""
@@ -213,7 +225,7 @@ class Root:
             self._over_in = seen.generation
         if seen.generation == self._over_in:
             return Decision(actions=(), reason="the run is over")
-        seen = replace(seen, absent_s=self._absent_s(seen))
+        seen = replace(seen, absent_s=self._absent_s(seen), unhealthy=self._unhealthy())
         seen = replace(seen, short_s=self._short_s(shortage(seen, self._policy, now_unix_s)))
         return decide(seen, self._policy, now_unix_s, corruption=self._corruption)
 
@@ -294,6 +306,9 @@ def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[
                     puts[keys.COMMITTED] = {"world_size": None}
             case Break():
                 puts[keys.FAILURES(seen.generation)] = _failure(action, seen.generation, now_unix_s).to_value()
+                if action.unhealthy:
+                    pairs = [*seen.went_back, *action.unhealthy][-_KEPT_UNHEALTHY:]
+                    puts[keys.UNHEALTHY] = {"pairs": pairs}
     if any(isinstance(action, Stop) for action in decision.actions):
         # Whoever starts this run again has put something right.
         puts[keys.HISTORY] = {"failures": []}

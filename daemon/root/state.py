@@ -15,7 +15,6 @@ from ..run.mirror import Folders, Keys, Mirror, host_name, of, pair_of_entry
 from ..run.observation import parse_observations
 from ..run.records import Failure
 from ..run.rounds import Round
-from ..tier.persist_plan import parse_published
 from .requests import Request
 from .view import RootView
 
@@ -83,6 +82,12 @@ class RootState:
         return following
 
     @property
+    def is_rolled_back(self) -> bool:
+        """Whether somebody has set the watermark back: what this generation has made is not to be committed."""
+        failure = None if self.round is None else self._folders[keys.FAILURES].get(self.round.generation)
+        return failure is not None and failure.kind == "rollback"
+
+    @property
     def world_size(self) -> int | None:
         """Number of ranks of the current round, None before the first."""
         return None if self.round is None else self.round.world_size
@@ -138,6 +143,7 @@ class RootState:
                 observations=dict(sorted(folders[keys.OBSERVATIONS].items())),
                 quarantines=dict(folders[keys.QUARANTINES]),
                 decisions=found.get(keys.DECISIONS, ()),
+                went_back=found.get(keys.UNHEALTHY, ()),
                 requests=found.get(keys.REQUESTS, ()),
                 closed=keys.CLOSED in found.revisions,
                 revisions=dict(found.revisions),
@@ -170,7 +176,6 @@ _KEYS: Keys = {
     keys.WATERMARK: pair_of_entry,
     keys.NEXT: pair_of_entry,
     keys.PERSIST: lambda entry: entry.value,
-    keys.PERSISTED: lambda entry: parse_published(entry.value),
     keys.HISTORY: lambda entry: parse_all(Failure, entry.value, "failures"),
     keys.REQUESTS: lambda entry: parse_all(Request, entry.value, "requests"),
 }

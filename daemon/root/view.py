@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from resilient_run.ckpt.format.pair import Pair
 
+from ..run.commit import Unhealthy
 from ..run.observation import Observation
 from ..run.quarantine import Quarantine
 from ..run.records import Failure
@@ -37,6 +38,8 @@ class RootView:
         observations: Host → what is wrong there now.
         quarantines: By host, also those that are over.
         decisions: What roots decided, oldest first.
+        unhealthy: Steps that ranks call unhealthy; nothing committed is after them.
+        went_back: Steps because of which the run went back.
         requests: Hosts that the operator was asked for, oldest first; none that was given back.
         closed: The run is over.
         revisions: Key without the run's prefix → revision of its last change; guards what is decided on this view.
@@ -60,6 +63,8 @@ class RootView:
     observations: Mapping[str, tuple[Observation, ...]] = field(default_factory=dict)
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
     decisions: tuple[dict[str, Any], ...] = ()
+    unhealthy: Mapping[Pair, Unhealthy] = field(default_factory=dict)
+    went_back: tuple[Pair, ...] = ()
     requests: tuple[Request, ...] = ()
     closed: bool = False
     revisions: Mapping[str, int] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from resilient_run.ckpt.format.pair import Pair
 
@@ -89,6 +89,33 @@ class Missed(Record):
     )
     step: int
     late: bool
+
+
+class Unhealthy(NamedTuple):
+    """A rank would not go on from its state after a step, of all its steps the one after `before`."""
+
+    before: int
+    rank: int
+
+
+def joined_unhealthy(*many: Mapping[Pair, Unhealthy]) -> dict[Pair, Unhealthy]:
+    """Return what all of these say, of each step what one rank says."""
+    found: dict[Pair, Unhealthy] = {}
+    for some in many:
+        for pair, told in some.items():
+            # A rank that attached anew does not know which step came before.
+            found[pair] = max(found.get(pair, told), told, key=lambda each: (each.before, -each.rank))
+    return found
+
+
+def unhealthy_row(unhealthy: Mapping[Pair, Unhealthy], count: int) -> tuple[Pair, ...]:
+    """Return the first `count` steps in a row that are unhealthy, none where there is no such row."""
+    rows: dict[Pair, tuple[Pair, ...]] = {}
+    for pair in sorted(unhealthy):
+        rows[pair] = (*rows.get(Pair(pair.generation, unhealthy[pair].before), ()), pair)
+        if len(rows[pair]) == count:
+            return rows[pair]
+    return ()
 
 
 class Lead:

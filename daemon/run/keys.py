@@ -37,6 +37,7 @@ HISTORY = "root/failures"  # root: the `Failure` of each generation, as roots no
 
 HOSTS = Folder("ckpt/hosts")  # by host, leased, its daemon: where peers fetch, and signs of life
 EQUAL = Folder("ckpt/equal")  # by structure, root: `EqualLeaves`
+UNHEALTHY = "ckpt/unhealthy"  # root: the steps because of which the run went back (`parse_pairs`)
 
 INJECTION = "inject/"  # faults on purpose
 ORDERS = Folder("inject/orders")  # by id, `resilient-inject`: an `Order`
@@ -49,7 +50,7 @@ NEXT = "state/watermark/next"  # root: the pair from which on every rank capture
 PERSIST = "state/watermark/persist"  # root, a daemon that is told to end: the `PersistRequest`
 HELD = Folder("state/held")  # by host, leased, its daemon: what it holds of what the round restores, `HeldPair`
 OBSERVATIONS = Folder("state/observations")  # by host, leased, its daemon: what is wrong there
-PERSISTED = "state/persisted"  # root: the published pairs (`parse_published`)
+PERSISTED = "state/persisted"  # root: the published pairs (`parse_pairs`)
 ANSWERS = Folder("state/persisted")  # by host, its daemon: the `PersistAnswer` to the newest request
 
 
@@ -64,7 +65,7 @@ def lasting(prefix: str) -> list[str]:
     What vanishes with its writer is not among it: daemons may be there already for the next life.
     """
     folders = RENDEZVOUS, EQUAL(), f"{WATERMARK}/", ANSWERS(), INJECTION
-    return [prefix + name for name in (*folders, DECISIONS, REQUESTS, HISTORY, WATERMARK, PERSISTED)]
+    return [prefix + name for name in (*folders, UNHEALTHY, DECISIONS, REQUESTS, HISTORY, WATERMARK, PERSISTED)]
 
 
 def split(key: str) -> list[str]:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Self
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.pair import Pair
+from resilient_run.ckpt.format.pair import Pair, pair_of
 
 from ..base.codec import Record
 from ..base.fields import Fields
@@ -128,12 +128,19 @@ def pair_of_entry(entry: Entry | None, what: str = "pair") -> Pair | None:
     return None if entry is None else Fields(entry.value, what).pair()
 
 
+def parse_pairs(value: Mapping[str, Any]) -> tuple[Pair, ...]:
+    """Return the pairs that a value lists; DaemonError when it is malformed."""
+    return Fields(value, "pairs").made("pairs", "a list of pairs", lambda pairs: tuple(map(pair_of, pairs)))
+
+
 _DIGITS = 19
 _KEYS: Keys = {
     keys.JOB: of(Agreement),
     keys.ROUND: lambda entry: Round.parse(entry.value, revision=entry.revision),
     keys.COMMITTED: lambda entry: Fields(entry.value, keys.COMMITTED).optional_integer("world_size", low=1),
     keys.CLOSED: of(Closed),
+    keys.UNHEALTHY: lambda entry: parse_pairs(entry.value),
+    keys.PERSISTED: lambda entry: parse_pairs(entry.value),
     keys.DECISIONS: lambda entry: parse_decisions(entry.value),
 }
 _FOLDERS: Folders = {

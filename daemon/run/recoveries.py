@@ -9,7 +9,10 @@ from ..base.goodput import PHASES, FailureCost, Ledger, Recovery
 
 _KEPT: Final = 10_000
 _SHOWN: Final = 32
-_KINDS: Final = ("worker_exit", "host_lost", "hang", "unhealthy", "memory_lost", "corruption", "membership", "restart")
+_KINDS: Final = (
+    "worker_exit", "host_lost", "hang", "unhealthy", "unhealthy_steps", "memory_lost", "corruption", "membership",
+    "restart", "rollback",
+)  # fmt: skip
 """As in docs/operations/monitoring.md: a counter that begins at 0 shows the first of a kind, too."""
 
 

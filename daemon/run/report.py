@@ -13,7 +13,7 @@ from resilient_run.ckpt.format.pair import Pair, pair_of
 
 from ..base.codec import Record, limited
 from ..base.fields import Fields
-from .commit import Held, Missed, is_dead
+from .commit import Held, Missed, Unhealthy, is_dead, joined_unhealthy
 from .rounds import MAX_WORLD_SIZE, Round
 from .work import RankWork, read_work, work_rows
 
@@ -89,6 +89,13 @@ def _read_complete(values: Fields, name: str) -> AbstractSet[Pair]:
     return values.made(name, "pairs", lambda pairs: frozenset(map(pair_of, pairs)))
 
 
+def _read_unhealthy(values: Fields, name: str) -> Mapping[Pair, Unhealthy]:
+    def read(rows: Any) -> Mapping[Pair, Unhealthy]:
+        return {pair_of(row[:2]): Unhealthy(*pair_of(row[2:])) for row in rows}
+
+    return values.made(name, "generations, steps, the steps before and ranks", read)
+
+
 def _run(ranks: Sequence[Any]) -> tuple[int, int]:
     first, last = ranks
     if type(first) is int and type(last) is int and 0 <= first <= last < MAX_WORLD_SIZE:
@@ -123,6 +130,7 @@ class Report(Record):
         complete: Pairs of which all of them hold everything that they must.
         missed: The next capture that one of their ranks has missed, None while none has.
         claims: The digests of what is complete.
+        unhealthy: Steps that one of their ranks calls unhealthy.
         absent: Hosts directly below one of them that it has not heard of: nothing is said of those.
         work: Rank → what it has computed.
     """
@@ -133,6 +141,11 @@ class Report(Record):
     )
     missed: Missed | None = None
     claims: Claims = limited(read=lambda values, name: values.made(name, "claims", _claims_of), write=_claim_rows)
+    unhealthy: Mapping[Pair, Unhealthy] = limited(
+        factory=dict,
+        read=_read_unhealthy,
+        write=lambda unhealthy: [[*pair, *told] for pair, told in sorted(unhealthy.items())],
+    )
     absent: tuple[str, ...] = limited((), high=_MOST_ABSENT)
     work: Mapping[int, RankWork] = limited(
         factory=dict, read=lambda values, name: values.made(name, "work", read_work), write=work_rows
@@ -148,6 +161,7 @@ class Report(Record):
             or (before.complete and max(before.complete) not in self.complete)
             or self.missed != before.missed
             or self.absent != before.absent
+            or self.unhealthy != before.unhealthy
             or any(before.claims.get(pair) != claims for pair, claims in self.claims.items())
         )
 
@@ -186,6 +200,7 @@ def added(own: Report, below: Iterable[str], reports: Mapping[str, Report]) -> R
         complete=common,
         missed=_latest(missed),
         claims={pair: _joined(report.claims.get(pair, {}) for report in found) for pair in sorted(common)},
+        unhealthy=joined_unhealthy(*(report.unhealthy for report in found)),
         absent=tuple(sorted(absent)),
         work={rank: point for report in found for rank, point in report.work.items()},
     )

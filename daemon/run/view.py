@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from resilient_run.ckpt.format.pair import Pair
 
-from .commit import Agreed, Missed
+from .commit import Agreed, Missed, Unhealthy
 from .hang import ALIVE, BUSY, SILENT
 from .quarantine import Quarantine
 from .recoveries import Recoveries
@@ -50,6 +50,8 @@ class JobView:
         done: Generation and newest step that an own rank has completed, None before the first.
         missed: The next capture that an own rank has missed last, None while none has.
         work: Own rank → what it has computed in this generation.
+        unhealthy_here: Uncommitted steps that own ranks call unhealthy.
+        unhealthy: Steps because of which the run went back.
     """
 
     _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(init=False, default_factory=dict)
@@ -78,6 +80,8 @@ class JobView:
     done: Pair | None = None
     missed: Missed | None = None
     work: Mapping[int, RankWork] = field(default_factory=dict)
+    unhealthy_here: Mapping[Pair, Unhealthy] = field(default_factory=dict)
+    unhealthy: frozenset[Pair] = frozenset()
 
     if not TYPE_CHECKING:  # which takes it for leave to assign to any name
 

@@ -20,11 +20,12 @@ from ..base.policy import PersistPolicy
 from ..base.supervise import Supervisor
 from ..etcd.client import Etcd, EtcdUnavailable
 from ..run import keys
+from ..run.mirror import parse_pairs
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from ..slots.snapshot import Snapshot
 from .manifest import RankFile
-from .persist_plan import PersistAnswer, PersistRequest, parse_published
+from .persist_plan import PersistAnswer, PersistRequest
 from .publish import Publisher
 from .tier import FRAME_BYTES, Tier, TierError, call
 
@@ -64,6 +65,7 @@ class Persister:
         self._slots = slots
         self._supervisor = supervisor
         self._request: PersistRequest | None = None
+        self._is_asked = False
         self._seeing = asyncio.Lock()
         self._taken: list[Snapshot] = []
         self._storing: asyncio.Task[None] | None = None
@@ -82,12 +84,15 @@ class Persister:
         For trainers may overwrite the slots of this pair as soon as they hear of a newer one.
         """
         if value is None:
+            if self._is_asked:  # until the run was rolled back
+                await self._forget()
             return
         try:
             request = PersistRequest.parse(value)
         except DaemonError as error:
             log.error("ignoring %s: %s", keys.PERSIST, error)
             return
+        self._is_asked = True
         await self._take(request)
 
     def requested_with(self, pair: Pair) -> dict[str, dict[str, Any]]:
@@ -108,10 +113,7 @@ class Persister:
                 }.items():
                     group.create_task(self._supervisor.keep(name, work, essential=True))
         finally:
-            if self._storing is not None:
-                self._storing.cancel()
-                await asyncio.wait([self._storing])
-            self._drop()
+            await self._stop_storing()
 
     async def finish(self) -> None:
         """See to it that the newest committed pair is persisted as far as this host can; the caller limits the time."""
@@ -164,10 +166,7 @@ class Persister:
             await self._slots.adopt()
             self._request = request
             self._view.notify()
-            if self._storing is not None:
-                self._storing.cancel()
-                await asyncio.wait([self._storing])
-            self._drop()
+            await self._stop_storing()
             try:
                 for rank in self._view.own_ranks:
                     self._taken.append(await Snapshot.take(self._slots, rank, request.pair))
@@ -177,6 +176,18 @@ class Persister:
                 return
             if self._taken:
                 self._storing = asyncio.create_task(self._supervisor.once("store", partial(self._store, request.pair)))
+
+    async def _forget(self) -> None:
+        """Write no more of what was asked for: the run went back to before it."""
+        async with self._seeing:
+            self._request, self._is_asked = None, False
+            await self._stop_storing()
+
+    async def _stop_storing(self) -> None:
+        if self._storing is not None:
+            self._storing.cancel()
+            await asyncio.wait([self._storing])
+        self._drop()
 
     async def _store(self, pair: Pair) -> None:
         """Write what was taken of `pair`, again if that fails, and leave an answer."""
@@ -280,7 +291,7 @@ class Persister:
             refused = set(self._refused)
             try:
                 entry = await etcd.get(key)
-                left = [] if entry is None else [pair for pair in parse_published(entry.value) if pair not in refused]
+                left = [] if entry is None else [pair for pair in parse_pairs(entry.value) if pair not in refused]
                 value = {"pairs": [list(pair) for pair in left]}
                 if entry is None or await etcd.commit({key: entry.revision}, {key: value}):
                     self._refused -= refused

@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from resilient_run.ckpt.format.pair import Pair, pair_of
+from resilient_run.ckpt.format.pair import Pair
 
 from ..base.codec import UNIX_S, Record, limited
-from ..base.fields import Fields
 from ..base.policy import PersistPolicy
-from ..run import keys
 from .manifest import Persisted, RankFile, files_value, read_files
 
 _PATIENCE_S = 600.0
@@ -76,12 +73,3 @@ def merged(pair: Pair, run_id: str, answers: Mapping[str, PersistAnswer]) -> Per
     if len(world_sizes) != 1 or ranks.keys() != set(range(world_size := world_sizes.pop())):
         return None
     return Persisted(run_id=run_id, pair=pair, world_size=world_size, ranks=ranks)
-
-
-def parse_published(value: Mapping[str, Any]) -> tuple[Pair, ...]:
-    """Return the published pairs, oldest first.
-
-    Raises:
-        DaemonError: The value is malformed.
-    """
-    return Fields(value, keys.PERSISTED).made("pairs", "a list of pairs", lambda pairs: tuple(map(pair_of, pairs)))

@@ -15,7 +15,7 @@ from ..run import keys
 from ..run.mirror import Mirror, of
 from ..run.view import JobView
 from .manifest import Persisted
-from .persist_plan import PersistAnswer, PersistRequest, is_due, merged, parse_published
+from .persist_plan import PersistAnswer, PersistRequest, is_due, merged
 from .tier import Tier, TierError, call
 
 log = logging.getLogger(__name__)
@@ -85,9 +85,7 @@ class Publisher:
                 self._seen, self.error = None, None
 
     async def _mirror(self, etcd: Etcd) -> None:
-        mirror = Mirror(
-            {keys.PERSISTED: lambda entry: parse_published(entry.value)}, {keys.ANSWERS: (str, of(PersistAnswer))}
-        )
+        mirror = Mirror(None, {keys.ANSWERS: (str, of(PersistAnswer))})
         async with aclosing(etcd.changes(self._prefix + keys.PERSISTED)) as states:
             async for changes in states:
                 self._seen = mirror.apply({key.removeprefix(self._prefix): entry for key, entry in changes.items()})
@@ -115,7 +113,8 @@ class Publisher:
         while True:
             await self._view.wait_for(lambda: is_new(requested()) or self._publishable(requested()) is not None)
             request, revision = requested(), self._revision
-            assert request is not None
+            if request is None:  # the run went back
+                continue
             pair = request.pair
             if (persisted := self._publishable(request)) is None:
                 await self._clean(cleaned := pair)

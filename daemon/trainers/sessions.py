@@ -18,7 +18,7 @@ from ..base.spec import JobSpec
 from ..peers.pacing import Pacer
 from ..peers.replication import Replicator
 from ..peers.trainer_transport import routes
-from ..run.commit import Missed
+from ..run.commit import Missed, Unhealthy, joined_unhealthy
 from ..run.hang import HangDetector
 from ..run.rounds import Round
 from ..run.view import JobView
@@ -33,6 +33,7 @@ ATTACH_TIMEOUT_S = 60.0
 _MAX_TEXT_BYTES = 1 << 16
 _MAX_EAGER = 64
 """So many objects that change behind captures are remembered."""
+_MAX_UNHEALTHY = 1024
 
 
 class Sessions:
@@ -161,6 +162,7 @@ class Sessions:
             "restore": pair_value(round_.restore),
             "made_by": round_.made_by,
             "reshapes": round_.reshapes and self._view.elastic,
+            "unhealthy": self._unhealthy_steps(round_),
             **self._view.agreed.to_value(),
             "eager": sorted(self._eager),
             "routes": routes(round_, rank, self._view.replicas) if replication.transport == "trainer" else None,
@@ -189,6 +191,11 @@ class Sessions:
         if round_ is None or round_.generation != generation:
             raise DaemonError(f"rank {rank}: generation {generation} is over, {self._view.generation} has begun")
         return round_
+
+    def _unhealthy_steps(self, round_: Round) -> list[int]:
+        """Return the steps after what `round_` restores because of which earlier generations went back."""
+        earlier = {pair.step for pair in self._view.unhealthy if pair.generation < round_.generation}
+        return sorted(step for step in earlier if step > round_.began_step)
 
     async def handle(self, trainer: Trainer, op: str, fields: Fields) -> dict[str, Any]:
         """Return the answer to what an attached trainer asks, {} to what it tells.
@@ -230,7 +237,9 @@ class Sessions:
                 told = {"step": fields.integer("step"), "steps_at_risk": fields.integer("steps_at_risk")}
                 self._protection(trainer, **told, reason=fields.optional_text("reason"))
             case "progress":
-                self._progress(trainer, fields.integer("step"), fields.optional_number("worked_s"))
+                unhealthy = "unhealthy" in fields.values and fields.flag("unhealthy")
+                worked_s = fields.optional_number("worked_s")
+                self._progress(trainer, fields.integer("step"), worked_s, unhealthy=unhealthy)
             case "refused":
                 # It fails in a way that no restart cures.
                 self._refused[trainer.rank] = trainer.generation, fields.text("message", high=_MAX_TEXT_BYTES)
@@ -301,7 +310,9 @@ class Sessions:
         if self._trainers.get(rank) is trainer:
             count()
 
-    def _progress(self, trainer: Trainer, step: int, worked_s: float | None) -> None:
+    def _progress(self, trainer: Trainer, step: int, worked_s: float | None, *, unhealthy: bool) -> None:
+        if unhealthy and step > trainer.step:
+            self._note_unhealthy(Pair(trainer.generation, step), Unhealthy(trainer.step, trainer.rank))
         self.last_steps[trainer.rank] = step
         # The script has caught what was refused.
         self._refused.pop(trainer.rank, None)
@@ -313,6 +324,15 @@ class Sessions:
                 self._view.work = {**self._view.work, trainer.rank: point}
         self._view.done = max(Pair(trainer.generation, step), self._view.done or Pair(0, 0))
         trainer.progress(step)
+
+    def _note_unhealthy(self, pair: Pair, found: Unhealthy) -> None:
+        """Let the root hear that a rank of this host calls a step unhealthy."""
+        log.warning("rank %d calls step %d unhealthy: it is not committed", found.rank, pair.step)
+        committed = self._view.committed or Pair(0, 0)
+        known = {other: told for other, told in self._view.unhealthy_here.items() if other > committed}
+        # The first ones count: with them the run goes back as soon as the root can see to it.
+        if pair in known or len(known) < _MAX_UNHEALTHY:
+            self._view.unhealthy_here = joined_unhealthy(known, {pair: found})
 
     def _missed(self, trainer: Trainer, next_: int, step: int, *, late: bool) -> None:
         """Let the root hear that `trainer`, at `step`, will never have captured the first step from `next_` on."""

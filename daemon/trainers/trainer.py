@@ -35,6 +35,7 @@ class Trainer:
         close: Ends its connection.
         event: Tells the launcher of something.
         hang: Hears when it waits for its state.
+        step: The newest that it completed since it attached, 0 before the first.
     """
 
     rank: int
@@ -50,8 +51,8 @@ class Trainer:
     close: Callable[[], None]
     event: Event
     hang: HangDetector
+    step: int = 0
     _source: str | None = None
-    _stepped: bool = False
 
     async def allocate(self, geometry: Geometry) -> dict[str, Any]:
         """Lend the trainer two slots with room for `geometry`.
@@ -123,9 +124,9 @@ class Trainer:
     def progress(self, step: int) -> None:
         """Record that an optimizer step is done."""
         self.replicator.trainers.stepped(self.rank)
-        if not self._stepped:
-            self._stepped = True
+        if not self.step:
             self.event("first_step", rank=self.rank, step=step)
+        self.step = step
 
     def complete(self, path: str, generation: int, step: int) -> None:
         """Hold and offer a capture, if the slot's header says exactly what the trainer says."""

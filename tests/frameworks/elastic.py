@@ -95,9 +95,9 @@ def audit(gate: Path) -> None:
             time.sleep(0.01)
         return step
 
-    def step(self: Checkpointer, n: int | None = None) -> None:
+    def step(self: Checkpointer, n: int | None = None, **told: Any) -> None:
         before = self._step
-        advance(self, n)
+        advance(self, n, **told)
         if self._step == before:
             return
         while (self.watermark or (0, 0))[1] < self._step:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -53,8 +54,8 @@ def noted_restore(self: Checkpointer) -> int:
     return Checkpointer.completed
 
 
-def noted_step(self: Checkpointer, n: int | None = None) -> None:
-    advance(self, n)
+def noted_step(self: Checkpointer, n: int | None = None, **told: Any) -> None:
+    advance(self, n, **told)
     Checkpointer.completed = self._step
     strike("after")
 

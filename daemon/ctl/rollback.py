@@ -1,0 +1,224 @@
+"""`resilientctl rollback`: let a run go back to an older step that is at hand."""
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import click
+
+from resilient_run.ckpt.errors import CheckpointError, DaemonError
+from resilient_run.ckpt.format.pair import Pair, is_import, pair_value
+
+from ..base.settings import Settings
+from ..base.spec import Finite
+from ..etcd.client import Etcd, EtcdConfig, EtcdError
+from ..run import keys
+from ..run.mirror import Mirror, of, pair_of_entry
+from ..run.records import Agreement, Failure
+from ..run.rounds import Round
+from ..tier.persist_plan import PersistAnswer, PersistRequest
+from ..tier.tier import Tier, TierError, call
+from ..trust.secret import check_url
+from .etcd import check_run_id, etcd_options, parse_etcd
+from .export import job_of
+
+_NAMED = 20
+
+
+@click.command()
+@click.argument("run_id")
+@click.option("--to", "step", type=click.IntRange(min=0), required=True, help="The step.")
+@click.option(
+    "--target",
+    metavar="URL",
+    envvar="RESILIENT_PERSIST",
+    show_envvar=True,
+    callback=check_url,
+    help="The persistent tier. Default: that of the run's daemon here.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=Finite(min=1),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait.",
+)
+@etcd_options("127.0.0.1:2379")
+@click.pass_obj
+def rollback(
+    settings: Settings,
+    run_id: str,
+    step: int,
+    target: str | None,
+    timeout_s: float,
+    etcd_endpoint: str,
+    etcd_conf: str,
+) -> None:
+    """Restart the run RUN_ID from a step in the persistent tier, or the newest committed one.
+
+    Later steps no longer count. It ends after the next commit.
+    """
+    check_run_id(run_id, "RUN_ID")
+    try:
+        url = target or (job_of(settings, run_id).get("persist") or {}).get("target")
+        tier = None if url is None else Tier(url, run_id)
+        config = parse_etcd(etcd_endpoint, etcd_conf)
+        done = asyncio.run(_Rollback(run_id, step, tier).run(config, timeout_s))
+    except TimeoutError:
+        raise click.ClickException(
+            f"run {run_id!r} has committed nothing after step {step} within {timeout_s:g} s: see `resilientctl status` "
+            "and the output of the launchers"
+        ) from None
+    except (EtcdError, CheckpointError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(done)
+
+
+class _Rollback:
+    """The way of one run back to `step`, of which `tier` may have a capture."""
+
+    def __init__(self, run_id: str, step: int, tier: Tier | None) -> None:
+        self._run_id = run_id
+        self._prefix = keys.prefix(run_id)
+        self._step = step
+        self._tier = tier
+        self._mirror = Mirror(
+            {
+                keys.WATERMARK: pair_of_entry,
+                keys.PERSIST: of(PersistRequest),
+            },
+            {keys.ANSWERS: (str, of(PersistAnswer))},
+        )
+
+    async def run(self, config: EtcdConfig, timeout_s: float) -> str:
+        """Carry it out, and return what to tell once something is committed after it.
+
+        Raises:
+            DaemonError: The run does not run, or not all ranks can restore that step.
+            TierError: The persistent tier does not answer.
+            TimeoutError: Nothing was committed in time.
+            EtcdError: etcd cannot be reached or refuses.
+        """
+        etcd = await Etcd.connect(config)
+        broken: tuple[int, Pair] | None = None
+        try:
+            async with asyncio.timeout(timeout_s), aclosing(etcd.changes(self._prefix)) as states:
+                async for changes in states:
+                    self._mirror.apply({key.removeprefix(self._prefix): entry for key, entry in changes.items()})
+                    round_: Round | None = self._mirror.get(keys.ROUND)
+                    if round_ is None or keys.CLOSED in self._mirror.revisions:
+                        raise DaemonError(f"etcd has no running run {self._run_id!r}; check RUN_ID")
+                    watermark = self._mirror.get(keys.WATERMARK)
+                    if broken is None:
+                        broken = await self._order(etcd, round_)
+                        if broken is not None:
+                            await self._take_back(*broken)
+                    elif watermark is not None and broken[0] < round_.generation == watermark[0]:
+                        # What was being published meanwhile.
+                        await self._take_back(*broken)
+                        return (
+                            f"run {self._run_id!r} went back to step {self._step}: generation {round_.generation} has "
+                            f"committed step {watermark[1]}"
+                        )
+        finally:
+            await etcd.close()
+        raise DaemonError("etcd ended the watch")
+
+    async def _order(self, etcd: Etcd, round_: Round) -> tuple[int, Pair] | None:
+        """Move the watermark and break the generation in one transaction; None where that must wait, or was too late.
+
+        Returns:
+            The broken generation, and what the next one restores.
+        """
+        seen, generation = self._mirror, round_.generation
+        request: PersistRequest | None = seen.get(keys.PERSIST)
+        if request is not None and not self._is_settled(request):
+            return None  # with it the pair to go back to may be deleted
+        pair = self._chosen(seen.get(keys.WATERMARK))
+        puts = {keys.FAILURES(generation): self._failure(round_).to_value()}
+        guarded = [keys.ROUND, keys.FAILURES(generation), keys.CLOSED, keys.PERSIST, keys.PERSISTED]
+        if pair == seen.get(keys.WATERMARK):
+            guarded.append(keys.WATERMARK)
+        else:
+            puts[keys.WATERMARK] = pair_value(pair)
+            puts[keys.COMMITTED] = {"world_size": await self._made_by(pair, round_)}
+        # Also where nothing is left out: what was published before is then not written again. Nor is a later step
+        # published anew, of which the answers are gone.
+        puts[keys.PERSISTED] = {"pairs": [other for other in seen.get(keys.PERSISTED, ()) if other <= pair]}
+        done = await etcd.commit(
+            {self._prefix + key: seen.revisions.get(key, 0) for key in guarded},
+            {self._prefix + key: value for key, value in puts.items()},
+            deletes=[self._prefix + keys.PERSIST, self._prefix + keys.ANSWERS()],
+        )
+        return (generation, pair) if done else None
+
+    def _chosen(self, watermark: Pair | None) -> Pair:
+        """Return the newest pair of the step that every rank can restore.
+
+        Raises:
+            DaemonError: There is none; says which there are.
+        """
+        persisted: tuple[Pair, ...] = self._mirror.get(keys.PERSISTED, ())
+        at_hand = [pair for pair in (*persisted, watermark) if pair is not None and pair[1] == self._step]
+        if at_hand:
+            return max(at_hand)
+        newest = "nothing is committed" if watermark is None else f"step {watermark[1]} in memory"
+        steps = ", ".join(str(pair[1]) for pair in persisted[-_NAMED:])
+        raise DaemonError(
+            f"step {self._step} is not at hand; these are: {newest}"
+            + (f", and in the persistent tier step(s) {steps}" if steps else "; nothing is in a persistent tier")
+        )
+
+    async def _made_by(self, pair: Pair, round_: Round) -> int | None:
+        """Return how many ranks captured a pair of the tier, which must be whole; None for an import.
+
+        Raises:
+            DaemonError: The run cannot restore it.
+        """
+        if self._tier is None:
+            raise DaemonError(f"run {self._run_id!r} has no persistent tier here; give --target")
+        await call(self._tier, self._tier.check_whole, pair)
+        if is_import(pair):
+            return None
+        ranks = (await call(self._tier, self._tier.manifest, pair)).world_size
+        job: Agreement | None = self._mirror.get(keys.JOB)
+        if ranks != round_.world_size and (job is None or job.elastic_s is None):
+            raise DaemonError(
+                f"{ranks} ranks made step {pair[1]}, and the run has {round_.world_size}: without --rr-elastic only as "
+                "many can restore it"
+            )
+        return ranks
+
+    async def _take_back(self, generation: int, pair: Pair) -> None:
+        """Let nothing that the broken generation or one before it has published after `pair` count.
+
+        Raises:
+            DaemonError: The storage refuses.
+        """
+        if self._tier is None:
+            return
+        try:
+            for other in await call(self._tier, self._tier.published):
+                if pair < other < (generation + 1,):
+                    await call(self._tier, self._tier.refuse, other)
+        except TierError as error:
+            raise DaemonError(
+                f"the run goes back to step {pair[1]}, but later steps still count in the persistent tier ({error}): "
+                "delete their directories"
+            ) from error
+
+    def _is_settled(self, request: PersistRequest) -> bool:
+        answers = self._mirror.folders[keys.ANSWERS].values()
+        failed = any(answer.pair == request.pair and answer.error is not None for answer in answers)
+        return failed or request.pair in self._mirror.get(keys.PERSISTED, ())
+
+    def _failure(self, round_: Round) -> Failure:
+        return Failure(
+            generation=round_.generation,
+            kind="rollback",
+            began_step=round_.began_step,
+            unix_s=time.time(),
+            message=f"`resilientctl rollback` to step {self._step}",
+        )

@@ -1,0 +1,148 @@
+"""`resilientctl rollback` on real daemons and whole jobs, and what it refuses."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gated
+import pytest
+from click.testing import CliRunner
+from cluster import Cluster, wait_until
+from gated import Gate, on_etcd
+from hosts import PAYLOAD_BYTES, Hosts, payload, restored_bytes
+
+from resilient_run.daemon.ctl.cli import resilientctl
+from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.tier.manifest import Persisted, RankFile
+from resilient_run.daemon.tier.tier import Tier
+
+pytestmark = pytest.mark.jobs
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
+    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
+    made.policy = {"persist": {"target": str(tmp_path / "tier"), "every_steps": 2, "every_s": 0, "keep": 9}}
+    yield made
+    made.close()
+
+
+def rollback(run_id: str, endpoint: str, step: int, *options: str) -> tuple[int, str]:
+    """Return exit code and output of the command."""
+    command = ["rollback", run_id, "--to", str(step), "--etcd-endpoint", endpoint, *options]
+    done = CliRunner().invoke(resilientctl, command)
+    return done.exit_code, done.output
+
+
+def test_all_go_back_and_nothing_later_counts(hosts: Hosts, etcd_config: EtcdConfig) -> None:
+    """A capture that is complete when the order comes is not committed over it, nor is a later step restored again."""
+    target = hosts.policy["persist"]["target"]
+    tier, answers = Tier(target, hosts.run_id), list[tuple[int, str]]()
+
+    def key(name: str) -> Any:
+        entry = hosts.etcd(lambda etcd: etcd.get(hosts.prefix + name))
+        return None if entry is None else entry.value
+
+    trainers = hosts.run("ab")
+    hosts.commit(trainers, [1, 2, 3, 4, 5, 6])
+    pairs = [[1, 2], [1, 4], [1, 6]]
+    wait_until(lambda: key("state/persisted") == {"pairs": pairs}, timeout_s=60, what="published steps")
+    trainers[0].capture(7)
+    order = threading.Thread(
+        target=lambda: answers.append(rollback(hosts.run_id, etcd_config.endpoints[0], 4, "--target", target))
+    )
+    order.start()
+    wait_until(lambda: key("rdzv/failure/1"), timeout_s=60, what="the order")
+    trainers[1].capture(7)
+    hosts.wait_for_replicas("ab", (1, 7), 4)
+    wait_until(lambda: tier.published() == [(1, 2), (1, 4)], timeout_s=60, what="the later step to be taken back")
+    assert hosts.watermark() == (1, 4)
+    assert key("state/persisted") == {"pairs": pairs[:2]}
+    assert key("state/watermark/persist") is None
+    assert key("rdzv/committed") == {"world_size": 2}
+    trainers = hosts.run("ab", generation=2)
+    for rank, trainer in enumerate(trainers):
+        assert restored_bytes(trainer.request("restore")["path"]) == payload(hosts.run_id, rank, (1, 4))
+    hosts.commit(trainers, [5, 6])
+    order.join(60)
+    assert answers == [(0, answers[0][1])]
+    assert f"run {hosts.run_id!r} went back to step 4: generation 2 has committed step " in answers[0][1]
+    wait_until(
+        lambda: key("state/persisted") == {"pairs": [*pairs[:2], [2, 6]]}, timeout_s=60, what="the next published step"
+    )
+    kinds = [failure["kind"] for failure in key("root/failures")["failures"]]
+    assert kinds == ["rollback"]
+
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_a_run_goes_back_and_ends_as_if_nothing_had_been(tmp_path: Path, etcd_endpoint: str, nnodes: int) -> None:
+    cluster, gate, target = Cluster(tmp_path), Gate(tmp_path / "gate"), tmp_path / "tier"
+    (tmp_path / "rr.toml").write_text(f'[persist]\ntarget = "{target}"\nevery_steps = 4\nevery_s = 0\nkeep = 9\n')
+    arguments = on_etcd(etcd_endpoint, cluster.name, nnodes=nnodes, nproc=2 // nnodes)
+    hosts, tier = [cluster.host(name) for name in "ab"[:nnodes]], Tier(str(target), cluster.name)
+    try:
+        for host in hosts:
+            host.launch([*arguments, "--rr-config", str(tmp_path / "rr.toml")], gate.script)
+        gated.train_to(12, gate, hosts, hosts[0].run_dir / "resilientd.sock")
+        wait_until(lambda: len(tier.published()) > 1, timeout_s=60, what="published steps", host=hosts[0])
+        _, step = tier.published()[-2]
+        code, output = rollback(cluster.name, etcd_endpoint, step, "--target", str(target), "--timeout", "100")
+        assert code == 0, output
+        assert all(generation == 2 or other <= step for generation, other in tier.published())
+        gate.open(gated.STEPS)
+        assert [host.wait() for host in hosts] == [0] * nnodes, hosts[0].output
+        gated.assert_undisturbed(hosts)
+        for host in hosts:
+            (event,) = host.recoveries()
+            assert (event["kind"], event["restored_step"], event["complete"]) == ("rollback", step, True)
+            assert f"`resilientctl rollback` to step {step}" in host.output
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("step", "elastic_s", "message"),
+    [
+        (5, None, "step 5 is not at hand; these are: step 9 in memory, and in the persistent tier step(s) 4, 6, 8"),
+        (4, None, "1 ranks made step 4, and the run has 2: without --rr-elastic only as many can restore it"),
+        (6, 1.0, "rank0.zst has 0 bytes, not "),
+        (8, 1.0, "generation 1 step 8 is not published in "),
+        (4, 1.0, "has committed nothing after step 4 within 1 s: see `resilientctl status`"),
+        (9, None, "has committed nothing after step 9 within 1 s: see `resilientctl status`"),
+    ],
+)
+def test_what_not_all_ranks_can_restore_is_refused(
+    hosts: Hosts, etcd_config: EtcdConfig, step: int, elastic_s: float | None, message: str
+) -> None:
+    """Nothing is interrupted then."""
+    target = hosts.policy["persist"]["target"]
+    tier = Tier(target, hosts.run_id)
+    for found in (4, 6):
+        writer = tier.write((1, found), 0)
+        file = RankFile(capacity_bytes=PAYLOAD_BYTES, payload_offset=8192, stored_bytes=writer.finish())
+        tier.publish(Persisted(run_id=hosts.run_id, pair=(1, found), world_size=1, ranks={0: file}))
+    (Path(target) / hosts.run_id / "1-6" / "rank0.zst").unlink()
+    options = ["--target", target, "--timeout", "1"]
+    code, output = rollback(hosts.run_id, etcd_config.endpoints[0], step, *options)
+    assert code == 1
+    assert "etcd has no running run" in output
+
+    async def write(etcd: Etcd) -> None:
+        agreed = {"incarnation": "i", "min_nodes": 1, "max_nodes": 2, "token": "t", "elastic_s": elastic_s}
+        seats = [{"host": name, "session": "s", "nproc": 1} for name in "ab"]
+        for key, value in {
+            "rdzv/job": agreed,
+            "rdzv/round": {"generation": 1, "members": seats, "restore": None},
+            "state/watermark": {"generation": 1, "step": 9},
+            "state/persisted": {"pairs": [[1, 4], [1, 6], [1, 8]]},
+        }.items():
+            await etcd.put(hosts.prefix + key, value)
+
+    hosts.etcd(write)
+    code, output = rollback(hosts.run_id, etcd_config.endpoints[0], step, *options)
+    assert code == 1
+    assert message in output
+    broken = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}rdzv/failure/1"))
+    assert (broken is not None) == ("has committed nothing" in message)
+    assert hosts.watermark() == ((1, 4) if broken is not None and step == 4 else (1, 9))
