@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from resilient_run.ckpt.format.pair import Pair
 
+from ..run.life import Life
 from ..run.observation import Observation
 from ..run.quarantine import Quarantine
 from ..run.records import Failure
@@ -38,7 +39,7 @@ class RootView:
         quarantines: By host, also those that are over.
         decisions: What roots decided, oldest first.
         requests: Hosts that the operator was asked for, oldest first; none that was given back.
-        closed: The run is over.
+        life: The life of the run, None while nobody has begun it.
         revisions: Key without the run's prefix → revision of its last change; guards what is decided on this view.
     """
 
@@ -61,13 +62,18 @@ class RootView:
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
     decisions: tuple[dict[str, Any], ...] = ()
     requests: tuple[Request, ...] = ()
-    closed: bool = False
+    life: Life | None = None
     revisions: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def generation(self) -> int:
         """Number of the current generation, 0 before the first."""
         return 0 if self.round is None else self.round.generation
+
+    @property
+    def closed(self) -> bool:
+        """Whether the run is over."""
+        return self.life is not None and self.life.job.closed is not None
 
     @property
     def failure(self) -> Failure | None:
