@@ -903,8 +903,10 @@ def test_launcher_that_leaves_late_spares_what_has_begun_anew(launchers: Launche
     late = launchers.make("a", (1, 1))
     launchers.joined("a")
     late.close("all ranks succeeded", failed=False)
-    job = launchers.keys()["rdzv/job"].value
-    launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}rdzv/job", {**job, "life": 2, "closed": None}))
+    ended = late._link.membership._ended
+    assert ended is not None
+    following = replace(ended.follow(ended.job), guards={})
+    launchers.ask(lambda etcd: etcd.commit(*following.below(launchers.prefix)))
     put_watermark(launchers, 2, 99)
     assert late.leave()
     assert launchers.keys()["state/watermark"].value == {"generation": 2, "step": 99}
@@ -1196,6 +1198,16 @@ def test_run_that_becomes_abandoned_while_its_terms_are_read_binds_nobody(
     launchers.handlers["a"].leave()
     assert waiting.result(WAIT_S).world_size == 1
     assert asked[:2] == [False, True]
+
+
+def test_run_that_another_version_began_is_refused(launchers: Launchers) -> None:
+    """It has no key of its life; nobody guesses what the launchers of that version do."""
+    begun(launchers, 1, 1)
+    job = Agreement.parse(launchers.keys()["rdzv/job"].value)
+    launchers.ask(lambda etcd: etcd.delete(f"{launchers.prefix}rdzv/job/{job.name}"))
+    launchers.make("a", (1, 1), lease_ttl="1")
+    with pytest.raises(RendezvousStateError, match="was begun by another version, or somebody removed the key"):
+        launchers.handlers["a"].next_rendezvous()
 
 
 def test_too_few_hosts(launchers: Launchers) -> None:

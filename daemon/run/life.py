@@ -42,21 +42,23 @@ class State(StrEnum):
         return cls.BROKEN if round_.generation in failures or round_.gone(members) else cls.TRAINING
 
 
-TRANSITIONS: Mapping[tuple[State, State], str] = {
-    (State.UNKNOWN, State.WAITING): "the first launcher begins",
-    (State.WAITING, State.TRAINING): "a launcher forms the first round",
-    (State.WAITING, State.BROKEN): "the same, with a launcher that has just been lost",
-    (State.TRAINING, State.BROKEN): "a failure, or a lost launcher",
-    (State.BROKEN, State.TRAINING): "a launcher forms the next round, or the lost one is back in time",
-    (State.WAITING, State.ENDED): "a launcher ends it",
-    (State.TRAINING, State.ENDED): "a launcher of the round or the root ends it",
-    (State.BROKEN, State.ENDED): "a launcher of the round or the root ends it",
-    (State.ENDED, State.BROKEN): "a new launcher begins the next life, with what is committed",
-    (State.ENDED, State.WAITING): "the same, if no round was formed",
-    (State.ENDED, State.UNKNOWN): "the last launcher, or a new one, removes what nobody resumes from",
+TRANSITIONS: Mapping[tuple[State, State], frozenset[str]] = {
+    (State.UNKNOWN, State.WAITING): frozenset({"newcomer"}),
+    (State.WAITING, State.TRAINING): frozenset({"launcher"}),
+    (State.WAITING, State.BROKEN): frozenset({"launcher"}),
+    (State.TRAINING, State.BROKEN): frozenset({"launcher", "root", "lease", "drain"}),
+    (State.BROKEN, State.TRAINING): frozenset({"launcher"}),
+    (State.WAITING, State.ENDED): frozenset({"launcher"}),
+    (State.TRAINING, State.ENDED): frozenset({"launcher", "root"}),
+    (State.BROKEN, State.ENDED): frozenset({"launcher", "root"}),
+    (State.ENDED, State.BROKEN): frozenset({"newcomer"}),
+    (State.ENDED, State.WAITING): frozenset({"newcomer"}),
+    (State.ENDED, State.UNKNOWN): frozenset({"launcher", "newcomer"}),
 }
-"""Who changes the state of a run from one to another; `resilientctl forget` and an etcd without its data end any."""
+"""From which state to which a run goes, and by whom: a launcher of the run, or one that is not in it yet (newcomer).
 
+`resilientctl forget` and an etcd without its data end any.
+"""
 
 _OF_ONE_LIFE = (keys.STORES(), keys.FAILURES(), keys.DONE(), keys.RECOVERED(), keys.INJECTION, keys.HISTORY)
 

@@ -48,27 +48,26 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> Li
         EtcdError: etcd cannot be reached or refuses.
     """
     prefix = keys.prefix(run_id)
+    key = prefix + keys.JOB
     while True:
         mirror = await look(etcd, prefix)
-        if keys.JOB in mirror.ignored:
-            raise RendezvousStateError(
-                f"etcd key {prefix}{keys.JOB} is damaged ({mirror.ignored[keys.JOB]}); delete it"
-            )
+        if (damage := mirror.ignored.get(keys.JOB)) is not None:
+            raise RendezvousStateError(f"etcd key {key} is damaged ({damage}); delete it")
         if (life := Life.of(mirror)) is None:
             await etcd.commit(*sweep().below(prefix))
-            if not await _begin(etcd, run_id, prefix, terms) and await etcd.get(prefix + keys.JOB) is None:
+            if not await _begin(etcd, run_id, prefix, terms) and await etcd.get(key) is None:
                 return None
             continue
+        if not life.revision:
+            raise RendezvousStateError(
+                f"run {run_id!r} in etcd was begun by another version, or somebody removed the key of its life: "
+                "`resilientctl forget` it, or choose another --rdzv-id"
+            )
         job, openings = life.job, life.openings(terms, abandoned=abandoned)
         if any([await etcd.commit(*transaction.below(prefix)) for transaction in openings]):
             continue
         if job.closed is not None:
             return None
-        if not life.revision:
-            raise RendezvousStateError(
-                f"etcd has no key of the life of run {run_id!r}: another version has begun it, or somebody removed the "
-                f"key; `resilientctl forget` it, or choose another --rdzv-id"
-            )
         ours = replace(job, **terms.required())
         if ours == job:
             return life
