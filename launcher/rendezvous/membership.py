@@ -74,7 +74,6 @@ class Membership:
         self._ended: Life | None = None
         self._is_begun = False
         self._life: Life | None = None
-        self._is_caught_up = False
         self._nobody_since_s = math.inf
         self._is_listed = False
         self._seat_revision = 0
@@ -144,7 +143,7 @@ class Membership:
             life = await agree(self._etcd, self._run_id, terms, abandoned=abandoned)
             if life is not None and await self._write(life):
                 self._life = life
-                self._follow_life(self._view)
+                self._follow_life(self._view, life)
                 return True
         except RendezvousStateError:
             # What is in the way may be a launcher that was just killed: its key expires.
@@ -266,7 +265,7 @@ class Membership:
         if self._view is not view:
             self._looking_again = self._start(self._look_again(view, doubt_s), self._tasks)
         if self._life is not None:
-            self._follow_life(view)
+            self._follow_life(view, self._life)
         if self._lease is not None:
             self._note_loss(self._view)
             self._note_standbys(self._view)
@@ -289,9 +288,9 @@ class Membership:
         back_s = max(self._replaced_s, self._lease.resumed_s)
         return max(0.0, back_s + patience_s - asyncio.get_running_loop().time())
 
-    def _follow_life(self, view: View) -> None:
+    def _follow_life(self, view: View, ours: Life) -> None:
         """See in the mirror that our life is over, once it has shown that it began."""
-        self._is_begun = self._is_begun or view.life == self._life
+        self._is_begun = self._is_begun or (view.life is not None and view.life.job.name == ours.job.name)
         if self._is_begun:
             self._note_end(view.life)
 
