@@ -42,18 +42,18 @@ class State(StrEnum):
         return cls.BROKEN if round_.generation in failures or round_.gone(members) else cls.TRAINING
 
 
-TRANSITIONS: Mapping[tuple[State, State], frozenset[str]] = {
-    (State.UNKNOWN, State.WAITING): frozenset({"newcomer"}),
-    (State.WAITING, State.TRAINING): frozenset({"launcher"}),
-    (State.WAITING, State.BROKEN): frozenset({"launcher"}),
-    (State.TRAINING, State.BROKEN): frozenset({"launcher", "root", "lease", "drain"}),
-    (State.BROKEN, State.TRAINING): frozenset({"launcher"}),
-    (State.WAITING, State.ENDED): frozenset({"launcher"}),
-    (State.TRAINING, State.ENDED): frozenset({"launcher", "root"}),
-    (State.BROKEN, State.ENDED): frozenset({"launcher", "root"}),
-    (State.ENDED, State.BROKEN): frozenset({"newcomer"}),
-    (State.ENDED, State.WAITING): frozenset({"newcomer"}),
-    (State.ENDED, State.UNKNOWN): frozenset({"launcher", "newcomer"}),
+TRANSITIONS: Mapping[tuple[State, State], str] = {
+    (State.UNKNOWN, State.WAITING): "newcomer",
+    (State.WAITING, State.TRAINING): "launcher",
+    (State.WAITING, State.BROKEN): "launcher",
+    (State.TRAINING, State.BROKEN): "launcher|root|lease|drain",
+    (State.BROKEN, State.TRAINING): "launcher",
+    (State.WAITING, State.ENDED): "launcher",
+    (State.TRAINING, State.ENDED): "launcher|root",
+    (State.BROKEN, State.ENDED): "launcher|root",
+    (State.ENDED, State.BROKEN): "newcomer",
+    (State.ENDED, State.WAITING): "newcomer",
+    (State.ENDED, State.UNKNOWN): "launcher|newcomer",
 }
 """From which state to which a run goes, and by whom: a launcher of the run, or one that is not in it yet (newcomer).
 
