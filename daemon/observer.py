@@ -18,9 +18,9 @@ from .health.reach import Reach
 from .health.straggler import Stragglers
 from .health.threshold import Judge, Measure
 from .run import keys
+from .run.cpu_meter import cpu_seconds
 from .run.hang import HangDetector
 from .run.leased import LeasedKeys
-from .run.life import cpu_seconds
 from .run.observation import Observation, report_observations
 from .run.report import Report
 from .run.view import JobView

@@ -114,7 +114,15 @@ def json_targets() -> list[Target]:
     observation = {"kind": "disk", "severity": "warn", "rank": None, "generation": 1, "step": None, "value": 1.0}
     observation |= {"limit": 5.0, "message": "little room", "unix_s": 1.0}
     mark = Fingerprint(user="ann", script="t.py", content="1" * 64, arguments="2" * 64, torch="2", formats="wire 2")
-    job = Agreement(incarnation="i", min_nodes=1, max_nodes=2, token="t", key_proof="p", fingerprint=mark)
+    job = Agreement(
+        incarnation="i",
+        min_nodes=1,
+        max_nodes=2,
+        token="t",
+        key_proof="p",
+        fingerprint=mark,
+        closed=Closed(reason="over", failed=True),
+    )
     member = Member(host="a", session="s", nproc=2, role="r", label="", addr="a", pid=1, ready=0)
     answer = PersistAnswer(pair=(1, 5), world_size=2, ranks={0: file, 1: file}, error=None)
     term = {"term": 2, "election": 9}
@@ -239,7 +247,7 @@ def run_targets() -> list[Target]:
                     recoveries.see(key, entry.value)
         recoveries.describe(1.0)
         decision = decide(state.view, RootPolicy(), 1e9)
-        json.dumps(transaction(state.view, decision, 1e9), allow_nan=False)
+        json.dumps(transaction(state.view, decision, 1e9).below(""), allow_nan=False)
         return decision, state.agreed, state.persist, state.committed, state.world_size
 
     def launcher(data: bytes) -> object:

@@ -338,7 +338,8 @@ class Hosts:
         self.incarnation = incarnation
         value = {"incarnation": incarnation, "min_nodes": 1, "max_nodes": 9, "token": f"secret of {self.run_id}"}
         value["elastic_s"] = 1.0
-        self.etcd(lambda etcd: etcd.put(f"{self.prefix}rdzv/job", value))
+        puts = {f"{self.prefix}rdzv/job": value, f"{self.prefix}rdzv/job/{incarnation}.1": {}}
+        self.etcd(lambda etcd: etcd.commit({}, puts))
 
     def form_round(
         self,

@@ -33,12 +33,15 @@ from resilient_run.daemon.root.root import transaction
 from resilient_run.daemon.root.state import RootState
 from resilient_run.daemon.root.view import RootView
 from resilient_run.daemon.run.commit import Unhealthy
+from resilient_run.daemon.run.life import Life
 from resilient_run.daemon.run.observation import Observation
 from resilient_run.daemon.run.quarantine import Quarantine
-from resilient_run.daemon.run.records import Failure
+from resilient_run.daemon.run.records import Agreement, Closed, Failure
 from resilient_run.daemon.run.rounds import Round
 
 NOW_S = 1_000_000.0
+JOB = Agreement(incarnation="i", min_nodes=1, max_nodes=9, token="t")
+ENDED = Life(replace(JOB, closed=Closed(reason="it is over", failed=True)), 0)
 POLICY = RootPolicy()
 SOON = Quarantine(since_unix_s=NOW_S - 10, until_unix_s=NOW_S + 100, reason="a test")
 OVER = Quarantine(since_unix_s=NOW_S - 100, until_unix_s=NOW_S - 1, reason="a test")
@@ -104,7 +107,7 @@ def kinds(decision: Decision) -> list[type]:
 
 QUIET: dict[str, tuple[RootView, str]] = {
     "no round": (RootView(host="a"), "no generation has begun"),
-    "over": (whole(closed=True, observations=seen("gpu"), failures={4: failure()}), "the run is over"),
+    "over": (whole(life=ENDED, observations=seen("gpu"), failures={4: failure()}), "the run is over"),
     "whole": (whole(), "generation 4 is whole on 3 host(s)"),
     "broken and noted": (broken(failure()), "generation 4 is broken: worker_exit on a"),
     "a warning": (whole(observations=seen("gpu", severity="warn")), "whole"),
@@ -255,7 +258,7 @@ def test_worker_that_exits_because_a_host_is_lost_does_not_count_against_its_hos
     assert note.fault == "hardware failure"
     assert note.reason.startswith(f"{cause}; ")
     assert others == [], "nobody has failed three times"
-    _, puts = transaction(view, Decision(actions=(note,), reason=""), NOW_S)
+    puts = transaction(view, Decision(actions=(note,), reason=""), NOW_S).puts
     assert [item["host"] for item in puts["root/failures"]["failures"]] == ["a", "a", "c"]
 
 
@@ -372,7 +375,7 @@ def test_hang_at_the_step_of_an_earlier_one_is_noted_once() -> None:
     (action,) = decide(whole(observations=hang, history=(earlier,)), POLICY, NOW_S).actions
     assert isinstance(action, Overlook)
     assert action.reason.startswith("generation 4 stands still at step 12 as generation 3 did: it is not restarted")
-    _, puts = transaction(whole(observations=hang, history=(earlier,)), Decision(actions=(action,), reason=""), NOW_S)
+    puts = transaction(whole(observations=hang, history=(earlier,)), Decision(actions=(action,), reason=""), NOW_S).puts
     decisions = tuple(puts["root/decisions"]["decisions"])
     assert [entry["kind"] for entry in decisions] == ["overlook"]
     assert not decide(whole(observations=hang, history=(earlier,), decisions=decisions), POLICY, NOW_S).actions
@@ -409,7 +412,7 @@ def test_all_go_back_where_steps_in_a_row_are_unhealthy() -> None:
 
 def test_failure_of_a_hang_says_at_which_step() -> None:
     view = whole(observations=seen("hang", "b", generation=4, rank=1, step=12))
-    _, puts = transaction(view, decide(view, POLICY, NOW_S), NOW_S)
+    puts = transaction(view, decide(view, POLICY, NOW_S), NOW_S).puts
     assert Failure.parse(puts["rdzv/failure/4"], generation=4).step == 12
 
 
@@ -478,7 +481,7 @@ TWO = RootPolicy(standbys=2, operator_command="order", release_command="give-bac
         (lost("b", members={"a": 5, "c": 5, "d": 5, "e": 5}, short_s=20.0), 1),
         (lost("b", requests=(request("b"),), short_s=20.0), 2),
         (lost("abc", absent_s=dict.fromkeys("abc", 20.0), short_s=20.0), 0),
-        (standing(closed=True), 0),
+        (standing(life=ENDED), 0),
         (RootView(host="a", short_s=20.0), 0),
     ],
 )
@@ -500,7 +503,7 @@ def test_newcomers_answer_the_oldest_requests() -> None:
         Answered(request=late, host="d", reason="host d came in place of host b, as requested"),
         Answered(request=request(), host="e", reason="host e came as the standby requested"),
     )
-    _, puts = transaction(view, came, NOW_S)
+    puts = transaction(view, came, NOW_S).puts
     assert [item["answer"] for item in puts["root/requests"]["requests"]] == ["d", "s", "e"]
     assert not decide(standing("s", requests=(request(),)), RootPolicy(standbys=1), NOW_S - 1).actions, "it was known"
 
@@ -519,7 +522,8 @@ def test_standby_too_many_is_given_back(view: RootView, host: str, kept: int | N
     assert isinstance(action, Release)
     assert action.host == host
     assert action.reason == f"3 standby(s) are ready and 2 wanted: host {host} is released"
-    guards, puts = transaction(view, Decision(actions=(action,), reason=""), NOW_S)
+    made = transaction(view, Decision(actions=(action,), reason=""), NOW_S)
+    guards, puts = made.guards, made.puts
     left = [] if kept is None else [view.requests[kept].to_value()]
     assert puts["root/requests"] == {"requests": left}
     assert {"root/requests", f"rdzv/quarantine/{host}"} <= guards.keys()
@@ -561,7 +565,8 @@ def test_lost_memory_falls_back_to_the_newest_persisted_step(is_broken: bool) ->
     assert isinstance(fall_back, FallBack)
     assert fall_back.pair == (2, 6)
     assert "no live host holds step 10 of rank(s) 1: every rank falls back to step 6" in decision.reason
-    guards, puts = transaction(view, decision, NOW_S)
+    made = transaction(view, decision, NOW_S)
+    guards, puts = made.guards, made.puts
     assert {"rdzv/round", "state/watermark"} <= guards.keys()
     assert puts["state/watermark"] == {"generation": 2, "step": 6}
     assert ("rdzv/failure/4" in puts) is not is_broken
@@ -621,7 +626,12 @@ def test_same_failure_at_the_same_step_ends_the_run(name: str, view: RootView, s
         assert view.round is not None
         assert f"{view.round.began_step} in the same way" in decision.reason
         assert view.history[-1].message in decision.reason
-        assert transaction(view, decision, NOW_S)[1]["root/failures"] == {"failures": []}
+        made = transaction(replace(view, life=Life(JOB, 5), revisions={"rdzv/job/i.1": 5}), decision, NOW_S)
+        ended = Agreement.parse(made.puts["rdzv/job"])
+        assert (made.guards["rdzv/job/i.1"], made.puts["rdzv/job/i.1"]) == (5, {})
+        assert replace(ended, closed=None) == JOB
+        assert ended.closed is not None
+        assert ended.closed.failed
 
 
 class Keys:
@@ -638,14 +648,14 @@ class Keys:
         return replace(state.view, absent_s=dict.fromkeys("abcde", 99.0), short_s=99.0)
 
     def apply(self, decision: Decision, now_unix_s: float, seen: RootView) -> bool:
-        guards, puts = transaction(seen, decision, now_unix_s)
-        if any(isinstance(action, Stop) for action in decision.actions):
-            puts["rdzv/closed"] = {"reason": decision.reason, "failed": True}
+        made = transaction(seen, decision, now_unix_s)
         current = {key: entry.revision for key, entry in self.entries.items()}
-        if any(current.get(key, 0) != revision for key, revision in guards.items()):
+        if any(current.get(key, 0) != revision for key, revision in made.guards.items()):
             return False
         self.revision += 1
-        self.entries |= {key: Entry(value=value, revision=self.revision) for key, value in puts.items()}
+        self.entries |= {key: Entry(value=value, revision=self.revision) for key, value in made.puts.items()}
+        for key in made.deletes:
+            del self.entries[key]
         return True
 
 
@@ -670,6 +680,8 @@ def runs(draw: Callable[..., Any]) -> dict[str, Any]:
     hosts = draw(st.sampled_from(["ab", "abc"]))
     seats = [{"host": host, "session": "s", "nproc": 1, "role": ""} for host in hosts]
     values: dict[str, Any] = {
+        "rdzv/job": JOB.to_value(),
+        "rdzv/job/i.1": {},
         "rdzv/round": {"generation": 4, "members": seats, "restore": {"generation": 3, "step": 10}},
         "state/watermark": {"generation": 3, "step": 10},
         "state/persisted": {"pairs": draw(st.lists(pairs, max_size=2))},
@@ -751,7 +763,7 @@ def test_of_two_roots_only_one_acts(values: dict[str, Any]) -> None:
     keys = Keys(values)
     decision = decide(keys.view("a"), POLICY, NOW_S)
     if decision.actions:
-        guards, _ = transaction(keys.view("b"), decide(keys.view("b"), POLICY, NOW_S), NOW_S)
+        guards = transaction(keys.view("b"), decide(keys.view("b"), POLICY, NOW_S), NOW_S).guards
         assert keys.apply(decision, NOW_S, keys.view("a"))
         current = {key: entry.revision for key, entry in keys.entries.items()}
         assert any(current.get(key, 0) != revision for key, revision in guards.items())

@@ -13,14 +13,14 @@ pytestmark = pytest.mark.jobs
 
 STEPS = 12
 OTHER_END = """
-from resilient_run.daemon.run import keys
+from resilient_run.daemon.run.records import Closed
 from resilient_run.launcher.rendezvous.membership import Membership
 
 close = Membership.close
 
 async def close_second(self, closed):
-    key = self._prefix + keys.CLOSED
-    await self._etcd.commit({key: 0}, {key: {"reason": "another launcher gave up", "failed": True}})
+    other = Closed(reason="another launcher gave up", failed=True)
+    await self._commit(lambda life: life.end(other))
     await close(self, closed)
 
 Membership.close = close_second

@@ -10,8 +10,8 @@ from cluster import wait_until
 
 from resilient_run.daemon.base.policy import DetectPolicy
 from resilient_run.daemon.observer import process_state
+from resilient_run.daemon.run.cpu_meter import cpu_seconds
 from resilient_run.daemon.run.hang import ALIVE, BUSY, HangDetector
-from resilient_run.daemon.run.life import cpu_seconds
 from resilient_run.daemon.run.observation import Observation
 
 POLICY = DetectPolicy(hang_floor_s=2.0, hang_factor=3.0, hang_min_steps=3, hang_start_s=60.0)

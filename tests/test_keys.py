@@ -6,6 +6,7 @@ from pathlib import Path
 
 from resilient_run.daemon.etcd.config import RUNS
 from resilient_run.daemon.run import keys
+from resilient_run.daemon.run.life import TRANSITIONS
 
 ROOT = Path(__file__).parent.parent
 AT_HOME = ("daemon/run/keys.py", "daemon/etcd/config.py")
@@ -78,3 +79,10 @@ def test_all_that_is_not_leased_is_deleted_at_the_end() -> None:
     for name in known():
         covered = name in deleted or any(name.startswith(folder) for folder in deleted if folder.endswith("/"))
         assert covered == (name not in leased or name.startswith(keys.RENDEZVOUS)), name
+
+
+def test_protocol_has_the_same_transitions() -> None:
+    (section,) = re.findall(r"^### Lives$.*?(?=^### )", (ROOT / "docs/internals/protocol.md").read_text(), re.M | re.S)
+    rows = re.findall(r"^\| (\w+→.+) \| (.+) \|$", section, re.M)
+    table = {tuple(change.split("→")): who for changes, who in rows for change in changes.split(", ")}
+    assert table == {change: who.replace("|", ", ") for change, who in TRANSITIONS.items()}

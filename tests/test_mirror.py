@@ -40,7 +40,7 @@ def test_a_key_of_no_host_counts_as_nothing(key: str) -> None:
     assert mirror.apply({key: None}).ignored == {}
 
 
-@pytest.mark.parametrize(("key", "field"), [("rdzv/closed", "reason"), ("rdzv/recovered/1/a", "cause")])
+@pytest.mark.parametrize(("key", "field"), [("rdzv/failure/1", "message"), ("rdzv/recovered/1/a", "cause")])
 def test_a_key_that_is_nested_as_deeply_as_can_be_read_counts_as_nothing(key: str, field: str) -> None:
     """Whoever says what is wrong with it has less of the stack left than whoever has read it."""
 

@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
-from resilient_run.daemon.run.records import Closed, Failure, Fingerprint
+from resilient_run.daemon.run.records import Agreement, Closed, Failure, Fingerprint
 from resilient_run.daemon.run.rounds import Round, Seat
 from resilient_run.launcher.rendezvous import claim, membership, rendezvous
 from resilient_run.launcher.rendezvous.agreement import Terms, agree
@@ -375,6 +375,7 @@ def test_host_in_quarantine_makes_room_for_a_standby(launchers: Launchers, caplo
 
 def test_round_grows_when_a_cool_down_ends(launchers: Launchers) -> None:
     """Nothing in etcd changes then: every launcher looks at its clock."""
+    begun(launchers, 1, 2)
     for host in "ab":
         launchers.make(host, (1, 2), last_call_timeout="0.1")
     quarantine(launchers, "b", 3)
@@ -520,7 +521,14 @@ def test_round_restores_the_watermark(launchers: Launchers) -> None:
     assert Round.parse(entry.value, revision=entry.revision) == handler.round
 
 
+def begun(launchers: Launchers, min_nodes: int, max_nodes: int) -> None:
+    """Let the run begin without a launcher."""
+    terms = Terms(min_nodes=min_nodes, max_nodes=max_nodes)
+    launchers.ask(lambda etcd: agree(etcd, launchers.run_id, terms, abandoned=False))
+
+
 def test_damaged_watermark_is_named(launchers: Launchers) -> None:
+    begun(launchers, 1, 1)
     launchers.make("a", (1, 1))
     launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}state/watermark", {"step": "x"}))
     with pytest.raises(RendezvousStateError, match=r"state/watermark is damaged .*; delete it"):
@@ -638,6 +646,12 @@ def test_success_ends_the_run_for_a_standby_and_frees_its_id(launchers: Launcher
     assert launchers.handlers["a"].generation == 1
 
 
+def left(launchers: Launchers, *more: str) -> set[str]:
+    """Return the keys that a run has in any case once something is committed, and `more`."""
+    job = Agreement.parse(launchers.keys()["rdzv/job"].value)
+    return {"rdzv/job", f"rdzv/job/{job.name}", "rdzv/round", "state/watermark", *more}
+
+
 def test_failure_ends_the_run_and_leaves_what_a_new_start_needs(launchers: Launchers) -> None:
     for host in "abc":
         launchers.make(host, (2, 2))
@@ -650,13 +664,18 @@ def test_failure_ends_the_run_and_leaves_what_a_new_start_needs(launchers: Launc
         with pytest.raises(RendezvousClosedError, match="rank 1 failed"):
             end.result(WAIT_S)
     assert all(handler.shutdown() for handler in launchers.handlers.values())
-    assert set(launchers.keys()) == {"rdzv/job", "rdzv/round", "state/watermark"}
+    assert set(launchers.keys()) == left(launchers, "rdzv/store/1")
+    for name in ("rdzv/failure/1", "root/failures", "inject/orders/x"):
+        launchers.ask(lambda etcd, name=name: etcd.put(f"{launchers.prefix}{name}", {}))
     for host in "ab":
         launchers.make(host, (2, 2))
     assert ranks(launchers.joined("ba")) == {"a": 0, "b": 1}
     handler = launchers.handlers["a"]
     assert handler.round is not None
     assert (handler.generation, handler.round.restore) == (2, (1, 41))
+    now = left(launchers, "rdzv/store/2", "rdzv/members/a", "rdzv/members/b", "rdzv/committed")
+    assert set(launchers.keys()) == now, "the failures of the life before count no more"
+    assert launchers.keys()["rdzv/job"].value["life"] == 2
 
 
 def test_of_two_ends_at_once_the_one_that_etcd_took_is_the_runs(launchers: Launchers) -> None:
@@ -669,7 +688,7 @@ def test_of_two_ends_at_once_the_one_that_etcd_took_is_the_runs(launchers: Launc
     ]
     for end in ends:
         end.result(WAIT_S)
-    taken = launchers.keys()["rdzv/closed"].value
+    taken = launchers.keys()["rdzv/job"].value["closed"]
     for host in "ab":
         closed = launchers.handlers[host].closed
         assert closed is not None
@@ -693,7 +712,7 @@ def test_end_that_etcd_did_not_take_removes_nothing(alone: Alone, monkeypatch: p
     assert late.leave()
     assert late.ended is not None
     assert late.ended.reason == "rank 1 failed"
-    assert set(alone.keys()) == {"rdzv/job", "rdzv/round", "state/watermark"}
+    assert set(alone.keys()) == left(alone, "rdzv/store/1")
 
 
 def with_standby_cut_off(
@@ -766,7 +785,7 @@ def test_launcher_of_a_run_that_is_gone_changes_nothing_of_the_next_one(alone: A
 
 
 def test_job_that_is_written_again_holds_nobody_up(alone: Alone) -> None:
-    """It has another revision, as the job of another run would, and is the same one."""
+    """It has another revision, as the job of another life would, and is the same one."""
     key = f"{alone.prefix}rdzv/job"
 
     def write_again(**changes: Any) -> None:
@@ -783,53 +802,34 @@ def test_job_that_is_written_again_holds_nobody_up(alone: Alone) -> None:
     write_again()
     alone.joined("a")
     assert (running.generation, waiting.result(WAIT_S).world_size) == (2, 2)
-    before = alone.keys()["rdzv/job"].value
-    alone.ask(lambda client: client.delete(key))
     for host in "ab":
         alone.handlers[host].report_done()
     wait_until(running.all_done)
-    assert alone.keys()["rdzv/job"].value == before
     write_again(token=None)
-    running.report_failure(kind="worker", message="it reports, and hears of it")
     wait_until(lambda: running.closed is not None)
     assert running.closed is not None
-    assert "rdzv/job is damaged (agreement: field 'token'" in running.closed.reason
+    assert "somebody changed its etcd keys" in running.closed.reason
 
 
-@pytest.mark.parametrize("formed", [False, True])
-def test_launcher_begins_no_run_anew_that_others_are_in(launchers: Launchers, formed: bool) -> None:
-    """Somebody has removed its job alone, which those who are in it set again."""
-    for host in "ab":
-        launchers.make(host, (2, 2))
-    waiting = launchers.join("ab" if formed else "a")
-    for future in waiting.values() if formed else ():
-        future.result(WAIT_S)
-    before = launchers.keys()["rdzv/job"].value
-    launchers.ask(lambda client: client.delete(f"{launchers.prefix}rdzv/job"))
-    if formed:
-        standby = launchers.make("c", (2, 2))
-        launchers.join("c")
-        wait_until(lambda: standby.stood_by)
-    else:
-        waiting |= launchers.join("b")
-        assert [future.result(WAIT_S).world_size for future in waiting.values()] == [2, 2]
-    assert launchers.keys()["rdzv/job"].value == before
-    assert [launchers.handlers[host].closed for host in "ab"] == [None, None]
-
-
-@pytest.mark.parametrize("failed", [False, True])
-def test_run_whose_job_is_removed_ends_for_all(launchers: Launchers, failed: bool) -> None:
+def test_run_whose_job_is_removed_ends_for_all(launchers: Launchers) -> None:
+    """Whoever comes next waits until those who were in it are gone, and begins from nothing."""
     for host in "ab":
         launchers.make(host, (2, 2))
     launchers.joined("ab")
+    put_watermark(launchers, 1, 41)
     launchers.ask(lambda client: client.delete(f"{launchers.prefix}rdzv/job"))
-    launchers.handlers["a"].close("so it ends", failed=failed)
-    other = launchers.handlers["b"]
-    wait_until(lambda: other.ended is not None)
-    assert other.closed == Closed(reason="so it ends", failed=failed)
+    for host in "ab":
+        closed = wait_until(lambda host=host: launchers.handlers[host].closed)
+        assert "somebody changed its etcd keys" in closed.reason
+    anew = launchers.make("c", (1, 1))
+    waiting = launchers._threads.submit(anew.next_rendezvous)
+    time.sleep(0.5)
+    assert not waiting.done()
     for host in "ab":
         assert launchers.handlers[host].leave()
-    assert launchers.keys() == {}
+    assert waiting.result(WAIT_S).world_size == 1
+    assert anew.round is not None
+    assert (anew.generation, anew.round.restore) == (1, None)
 
 
 def test_job_that_is_written_again_all_the_time_holds_nobody_up(alone: Alone) -> None:
@@ -865,15 +865,15 @@ def test_job_that_is_written_again_all_the_time_holds_nobody_up(alone: Alone) ->
 
 @pytest.mark.parametrize("outlasting", [False, True])
 def test_standby_that_is_cut_off_does_not_go_on_alone_with_a_failed_run(alone: Alone, outlasting: bool) -> None:
-    """What such a run left behind is for a new start; the key that says that it is over has expired."""
+    """What such a run left behind is for a new start."""
     running, waiting = with_standby_cut_off(alone, outlasting=outlasting)
     put_watermark(alone, 1, 41)
     running.close("rank 0 failed for good", failed=True)
     assert running.leave()
-    alone.ask(lambda client: client.delete(f"{alone.prefix}rdzv/closed"))
     alone.proxy.mend()
-    with pytest.raises(RendezvousClosedError, match="ended it while"):
+    with pytest.raises(RendezvousClosedError, match="rank 0 failed for good"):
         waiting.result(WAIT_S)
+    assert alone.handlers["b"].leave()
     assert set(alone.keys()) >= {"rdzv/job", "rdzv/round", "state/watermark"}
     again = alone.make("a", (1, 1))
     alone.joined("a")
@@ -903,8 +903,10 @@ def test_launcher_that_leaves_late_spares_what_has_begun_anew(launchers: Launche
     late = launchers.make("a", (1, 1))
     launchers.joined("a")
     late.close("all ranks succeeded", failed=False)
-    formed = launchers.keys()["rdzv/round"].value
-    launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}rdzv/round", {**formed, "generation": 2}))
+    ended = late._link.membership._ended
+    assert ended is not None
+    following = replace(ended.follow(ended.job), guards={})
+    launchers.ask(lambda etcd: etcd.commit(*following.below(launchers.prefix)))
     put_watermark(launchers, 2, 99)
     assert late.leave()
     assert launchers.keys()["state/watermark"].value == {"generation": 2, "step": 99}
@@ -938,7 +940,7 @@ def test_launcher_ends_no_round_that_others_are_in_without_it(launchers: Launche
     launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}rdzv/round", others))
     put_watermark(launchers, 1, 41)
     replaced.close("rank 0 failed", failed=True)
-    assert "rdzv/closed" not in set(launchers.keys())
+    assert launchers.keys()["rdzv/job"].value["closed"] is None
     assert replaced.leave()
     assert replaced.ended is None
     assert {"rdzv/round", "state/watermark"} <= set(launchers.keys())
@@ -953,13 +955,26 @@ def test_failure_without_a_commit_leaves_nothing(launchers: Launchers) -> None:
 
 
 def test_new_start_waits_until_the_end_of_the_last_one_has_passed(launchers: Launchers) -> None:
-    async def announce(etcd: Etcd) -> None:
-        lease = await etcd.lease(1, keep_alive=False)
-        await etcd.put(f"{launchers.prefix}rdzv/closed", {"reason": "over", "failed": True}, lease=lease)
+    """While launchers of it are there."""
+    last = launchers.make("a", (1, 1))
+    launchers.joined("a")
+    last.close("rank 0 failed", failed=True)
+    anew = launchers.make("b", (1, 1))
+    waiting = launchers._threads.submit(anew.next_rendezvous)
+    time.sleep(0.5)
+    assert not waiting.done()
+    assert last.leave()
+    assert waiting.result(WAIT_S).world_size == 1
 
-    launchers.ask(announce)
+
+def test_end_that_its_launchers_do_not_leave_is_named(launchers: Launchers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_STAYS_CLOSED_S", 0.5)
     launchers.make("a", (1, 1))
-    assert launchers.joined("a")["a"].world_size == 1
+    launchers.joined("a")
+    launchers.handlers["a"].close("rank 0 failed", failed=True)
+    launchers.make("b", (1, 1), lease_ttl="1")
+    with pytest.raises(RendezvousClosedError, match="stays closed: wait until its launchers on a are gone"):
+        launchers.handlers["b"].next_rendezvous()
 
 
 def test_standby_that_ends_does_not_end_the_run(launchers: Launchers) -> None:
@@ -1150,7 +1165,7 @@ def test_terms_bind_as_long_as_a_launcher_lives(launchers: Launchers) -> None:
     described(launchers, "b", lease_ttl="2", fingerprint=edited)
     launchers.joined("b")
     after = launchers.keys()["rdzv/job"].value
-    assert after == {**before, "fingerprint": asdict(edited)}
+    assert after == {**before, "fingerprint": asdict(edited), "life": 2}
     with pytest.raises(RendezvousStateError, match=r"script train\.py"):
         described(launchers, "a", lease_ttl="1", fingerprint=MARK).next_rendezvous()
 
@@ -1183,6 +1198,16 @@ def test_run_that_becomes_abandoned_while_its_terms_are_read_binds_nobody(
     launchers.handlers["a"].leave()
     assert waiting.result(WAIT_S).world_size == 1
     assert asked[:2] == [False, True]
+
+
+def test_run_that_another_version_began_is_refused(launchers: Launchers) -> None:
+    """It has no key of its life; nobody guesses what the launchers of that version do."""
+    begun(launchers, 1, 1)
+    job = Agreement.parse(launchers.keys()["rdzv/job"].value)
+    launchers.ask(lambda etcd: etcd.delete(f"{launchers.prefix}rdzv/job/{job.name}"))
+    launchers.make("a", (1, 1), lease_ttl="1")
+    with pytest.raises(RendezvousStateError, match="was begun by another version, or somebody removed the key"):
+        launchers.handlers["a"].next_rendezvous()
 
 
 def test_too_few_hosts(launchers: Launchers) -> None:

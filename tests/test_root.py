@@ -377,13 +377,16 @@ def test_crash_loop_closes_the_run(hosts: Hosts) -> None:
             timeout_s=WAIT_S,
             what=f"failure {generation} is noted",
         )
-    assert not keys(hosts, "rdzv/closed")
+    assert keys(hosts, "rdzv/job")["rdzv/job"].value.get("closed") is None
     hosts.form_round(3, "a")
-    closed = wait_until(lambda: keys(hosts, "rdzv/closed"), timeout_s=WAIT_S, what=lambda: f"the end\n{hosts['a'].log}")
-    assert closed["rdzv/closed"].value == {
+    closed = wait_until(
+        lambda: keys(hosts, "rdzv/job")["rdzv/job"].value.get("closed"),
+        timeout_s=WAIT_S,
+        what=lambda: f"the end\n{hosts['a'].log}",
+    )
+    assert closed == {
         "reason": "training failed 2 times at step 0 in the same way, so a restart does not help; the last time: "
         "rank 0 exited with code 1",
         "failed": True,
     }
-    assert decided(hosts, "stop")["reason"] == closed["rdzv/closed"].value["reason"]
-    assert keys(hosts, "root/")["root/failures"].value == {"failures": []}
+    assert decided(hosts, "stop")["reason"] == closed["reason"]

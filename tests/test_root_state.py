@@ -15,6 +15,7 @@ from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig, update
 from resilient_run.daemon.root.state import RootState
 from resilient_run.daemon.root.view import RootView
 from resilient_run.daemon.run.commit import HeldPair
+from resilient_run.daemon.run.records import Agreement, Closed
 from resilient_run.daemon.run.rounds import Round
 
 REPLICAS = 2
@@ -33,6 +34,9 @@ PAIR = st.tuples(st.integers(1, 3), st.integers(1, 3))
 STEPS = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), unique=True, max_size=3)
 OBSERVATION = {"kind": "gpu", "severity": "fail", "value": 1.0, "limit": 0.0, "message": "XID 79", "unix_s": 1.0}
 FAILURE = {"host": "a", "kind": "worker_exit", "rank": 0, "exitcode": 1, "message": "m", "unix_s": 1.0}
+OVER = Agreement(
+    incarnation="i", min_nodes=1, max_nodes=2, token="t", closed=Closed(reason="over", failed=True)
+).to_value()
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "rdzv/round": st.builds(
         round_value,
@@ -40,7 +44,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
         st.integers(1, 3),
         st.sampled_from([None, (1, 1), (1, 2), (2, 1)]),
     ),
-    "rdzv/closed": st.just({"reason": "over"}),
+    "rdzv/job": st.just(OVER),
     "rdzv/store/1": st.just({}),
     "rdzv/failure/1": st.just(FAILURE),
     "rdzv/failure/2": st.just(FAILURE),
@@ -218,7 +222,7 @@ def test_two_who_began_at_different_times_see_the_same(etcd_config: EtcdConfig) 
                     await etcd.put(prefix + "state/watermark", {"generation": 1, "step": step})
                 await etcd.put(prefix + "state/observations/c", {"observations": [OBSERVATION]})
                 await etcd.delete(prefix + "state/held/c")
-                await etcd.put(prefix + "rdzv/closed", {"reason": "over"})
+                await etcd.put(prefix + "rdzv/job", OVER)
                 await following
                 await follow(late)
         finally:

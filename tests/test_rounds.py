@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.etcd.client import Entry
+from resilient_run.daemon.run.life import Life
 from resilient_run.daemon.run.quarantine import Quarantine
 from resilient_run.daemon.run.records import Agreement, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
@@ -491,14 +492,14 @@ def test_round_does_not_grow_by_a_host_in_quarantine_until_its_cool_down_ends() 
 
 
 def test_every_key_is_read_back_as_written() -> None:
-    job = Agreement(incarnation="i", min_nodes=1, max_nodes=2, token="t")
-    formed = Round(generation=4, seats=(seat("a"), seat("b")), restore=(3, 17), revision=20)
     closed = Closed(reason="done", failed=False)
+    job = Agreement(incarnation="i", min_nodes=1, max_nodes=2, token="t", life=3, closed=closed)
+    formed = Round(generation=4, seats=(seat("a"), seat("b")), restore=(3, 17), revision=20)
     a, failure = member("a", ready=5, arrival=11, label="rack-1"), replace(FAILURE, generation=4)
     values = {
         "rdzv/job": job.to_value(),
+        "rdzv/job/i.3": {},
         "rdzv/round": formed.to_value(),
-        "rdzv/closed": closed.to_value(),
         "rdzv/committed": {"world_size": 2},
         "rdzv/members/a": a.to_value(),
         "rdzv/failure/4": failure.to_value(),
@@ -515,7 +516,7 @@ def test_every_key_is_read_back_as_written() -> None:
         failures={4: failure},
         done=frozenset({(4, "b")}),
         job=job,
-        closed=closed,
+        life=Life(job, 20),
         committed=2,
         quarantines=quarantined("c"),
     )
@@ -528,7 +529,13 @@ def test_every_key_is_read_back_as_written() -> None:
         ("rdzv/round", {"generation": 1, "members": [{"host": "a"}], "restore": None}),
         ("rdzv/round", {"generation": 1, "members": ["a"], "restore": None}),
         ("rdzv/round", {"generation": 1, "members": [], "restore": {"generation": 1}}),
-        ("rdzv/closed", {"reason": "r", "failed": 1}),
+        (
+            "rdzv/job",
+            {
+                **Agreement(incarnation="i", min_nodes=1, max_nodes=2, token="t").to_value(),
+                "closed": {"reason": "r", "failed": 1},
+            },
+        ),
         ("rdzv/committed", {"world_size": "2"}),
         ("rdzv/members/a", {**member("a").to_value(), "label": 1}),
         ("rdzv/members/a", {"session": "s", "nproc": True, "role": "", "addr": "", "pid": 1, "ready": 0}),

@@ -111,10 +111,10 @@ async def _order(etcd: Etcd, prefix: str, mirror: Mirror, round_: Round, host: s
         unix_s=now_unix_s,
         message=why,
     )
-    broken = keys.FAILURES(round_.generation)
+    broken, job = keys.FAILURES(round_.generation), mirror.revisions.get(keys.JOB, 0)
     return (
         await etcd.commit(
-            {prefix + keys.ROUND: round_.revision, prefix + broken: 0, prefix + keys.CLOSED: 0},
+            {prefix + keys.ROUND: round_.revision, prefix + broken: 0, prefix + keys.JOB: job},
             {prefix + keys.QUARANTINES(host): quarantine.to_value(), prefix + broken: failure.to_value()},
         )
         > 0

@@ -13,8 +13,9 @@ from ..base.settings import Settings
 from ..base.spec import Finite
 from ..etcd.client import Etcd, EtcdConfig, EtcdError
 from ..run import keys
+from ..run.life import Life, Transaction
 from ..run.mirror import Mirror, of, pair_of_entry
-from ..run.records import Agreement, Failure
+from ..run.records import Failure
 from ..run.rounds import Round
 from ..tier.persist_plan import PersistAnswer, PersistRequest
 from ..tier.tier import Tier, TierError, call
@@ -108,11 +109,12 @@ class _Rollback:
                 async for changes in states:
                     self._mirror.apply({key.removeprefix(self._prefix): entry for key, entry in changes.items()})
                     round_: Round | None = self._mirror.get(keys.ROUND)
-                    if round_ is None or keys.CLOSED in self._mirror.revisions:
+                    life = Life.of(self._mirror)
+                    if round_ is None or life is None or life.job.closed is not None:
                         raise DaemonError(f"etcd has no running run {self._run_id!r}; check RUN_ID")
                     watermark = self._mirror.get(keys.WATERMARK)
                     if broken is None:
-                        broken = await self._order(etcd, round_)
+                        broken = await self._order(etcd, life, round_)
                         if broken is not None:
                             await self._take_back(*broken)
                     elif watermark is not None and broken[0] < round_.generation == watermark[0]:
@@ -126,7 +128,7 @@ class _Rollback:
             await etcd.close()
         raise DaemonError("etcd ended the watch")
 
-    async def _order(self, etcd: Etcd, round_: Round) -> tuple[int, Pair] | None:
+    async def _order(self, etcd: Etcd, life: Life, round_: Round) -> tuple[int, Pair] | None:
         """Move the watermark and break the generation in one transaction; None where that must wait, or was too late.
 
         Returns:
@@ -138,20 +140,18 @@ class _Rollback:
             return None  # with it the pair to go back to may be deleted
         pair = self._chosen(seen.get(keys.WATERMARK))
         puts = {keys.FAILURES(generation): self._failure(round_).to_value()}
-        guarded = [keys.ROUND, keys.FAILURES(generation), keys.CLOSED, keys.PERSIST, keys.PERSISTED]
+        guarded = [keys.ROUND, keys.FAILURES(generation), keys.PERSIST, keys.PERSISTED]
         if pair == seen.get(keys.WATERMARK):
             guarded.append(keys.WATERMARK)
         else:
             puts[keys.WATERMARK] = pair_value(pair)
-            puts[keys.COMMITTED] = {"world_size": await self._made_by(pair, round_)}
+            puts[keys.COMMITTED] = {"world_size": await self._made_by(pair, life, round_)}
         # Also where nothing is left out: what was published before is then not written again. Nor is a later step
         # published anew, of which the answers are gone.
         puts[keys.PERSISTED] = {"pairs": [other for other in seen.get(keys.PERSISTED, ()) if other <= pair]}
-        done = await etcd.commit(
-            {self._prefix + key: seen.revisions.get(key, 0) for key in guarded},
-            {self._prefix + key: value for key, value in puts.items()},
-            deletes=[self._prefix + keys.PERSIST, self._prefix + keys.ANSWERS()],
-        )
+        guards = {**life.guard, **{key: seen.revisions.get(key, 0) for key in guarded}}
+        change = Transaction(guards=guards, puts=puts, deletes=(keys.PERSIST, keys.ANSWERS()))
+        done = await etcd.commit(*change.below(self._prefix))
         return (generation, pair) if done else None
 
     def _chosen(self, watermark: Pair | None) -> Pair:
@@ -171,7 +171,7 @@ class _Rollback:
             + (f", and in the persistent tier step(s) {steps}" if steps else "; nothing is in a persistent tier")
         )
 
-    async def _made_by(self, pair: Pair, round_: Round) -> int | None:
+    async def _made_by(self, pair: Pair, life: Life, round_: Round) -> int | None:
         """Return how many ranks captured a pair of the tier, which must be whole; None for an import.
 
         Raises:
@@ -183,8 +183,7 @@ class _Rollback:
         if is_import(pair):
             return None
         ranks = (await call(self._tier, self._tier.manifest, pair)).world_size
-        job: Agreement | None = self._mirror.get(keys.JOB)
-        if ranks != round_.world_size and (job is None or job.elastic_s is None):
+        if ranks != round_.world_size and life.job.elastic_s is None:
             raise DaemonError(
                 f"{ranks} ranks made step {pair[1]}, and the run has {round_.world_size}: without --rr-elastic only as "
                 "many can restore it"

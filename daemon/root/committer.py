@@ -132,4 +132,5 @@ class Committer:
         return _Move(generation=generation, pair=None, done=max(following, missed.step, *done), late=missed.late)
 
     def _guards(self) -> dict[str, int]:
-        return {key: self._state.revision(key) for key in (keys.ROUND, keys.WATERMARK, keys.NEXT)}
+        revisions = {key: self._state.revision(key) for key in (keys.ROUND, keys.WATERMARK, keys.NEXT)}
+        return revisions if self._state.life is None else revisions | self._state.life.guard

@@ -21,8 +21,9 @@ from ..etcd.client import Entry, Etcd, EtcdUnavailable
 from ..peers.tree import ReportTree
 from ..run import keys
 from ..run.commit import Unhealthy
+from ..run.life import Transaction
 from ..run.observation import Observation
-from ..run.records import CLOSED_TTL_S, Closed, Failure, parse_decisions
+from ..run.records import Closed, Failure, parse_decisions
 from ..run.report import Claims, Said
 from ..run.view import JobView
 from .committer import Committer
@@ -221,7 +222,7 @@ class Root:
 
     def _decide(self, seen: RootView, now_unix_s: float) -> Decision:
         if seen.closed:
-            # The key that says so vanishes before the last launcher has left.
+            # The next life has this round, too, until it forms one: nobody is lost from it meanwhile.
             self._over_in = seen.generation
         if seen.generation == self._over_in:
             return Decision(actions=(), reason="the run is over")
@@ -242,19 +243,13 @@ class Root:
         return 0.0 if self._short_since_s is None else now_s - self._short_since_s
 
     async def _carry_out(self, seen: RootView, decision: Decision, now_unix_s: float) -> bool:
-        guards, puts = transaction(seen, decision, now_unix_s)
-        lease = None
+        made = transaction(seen, decision, now_unix_s)
         for action in decision.actions:
             if isinstance(action, FallBack) and not is_import(action.pair) and self._made_by is not None:
                 ranks = await self._made_by(action.pair)
-                puts |= {} if ranks is None else {keys.COMMITTED: {"world_size": ranks}}
-        stop = next((action for action in decision.actions if isinstance(action, Stop)), None)
-        if stop is not None:
-            closed = Closed(reason=stop.reason, failed=True).to_value()
-            lease = await self._etcd.lease(CLOSED_TTL_S, keep_alive=False)
-            if not await self._etcd.commit(self._full(guards), self._full({keys.CLOSED: closed}), lease=lease):
-                return False
-        return await self._etcd.commit(self._full(guards), self._full(puts)) > 0
+                if ranks is not None:
+                    made = replace(made, puts={**made.puts, keys.COMMITTED: {"world_size": ranks}})
+        return await self._etcd.commit(*made.below(self._prefix)) > 0
 
     def _announce(self, seen: RootView, decision: Decision) -> None:
         for action in decision.actions:
@@ -289,13 +284,10 @@ class Root:
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)
 
-    def _full(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {self._prefix + key: value for key, value in values.items()}
 
-
-def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the guards and puts that carry out `decision`, decided on `seen`, all but the end of the run."""
-    puts: dict[str, Any] = {}
+def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> Transaction:
+    """Return what carries out `decision`, decided on `seen`."""
+    life, puts = seen.life, dict[str, Any]()
     for action in decision.actions:
         match action:
             case PutInQuarantine() | Release():
@@ -304,23 +296,23 @@ def transaction(seen: RootView, decision: Decision, now_unix_s: float) -> tuple[
                 puts[keys.WATERMARK] = pair_value(action.pair)
                 if is_import(action.pair):
                     puts[keys.COMMITTED] = {"world_size": None}
+            case Stop() if life is not None:
+                puts |= life.end(Closed(reason=action.reason, failed=True)).puts
             case Break():
                 puts[keys.FAILURES(seen.generation)] = _failure(action, seen.generation, now_unix_s).to_value()
                 if action.unhealthy:
                     pairs = [*seen.went_back, *action.unhealthy][-_KEPT_UNHEALTHY:]
                     puts[keys.UNHEALTHY] = {"pairs": pairs}
-    if any(isinstance(action, Stop) for action in decision.actions):
-        # Whoever starts this run again has put something right.
-        puts[keys.HISTORY] = {"failures": []}
-    elif noted := [action.failure for action in decision.actions if isinstance(action, Note)]:
+    if noted := [action.failure for action in decision.actions if isinstance(action, Note)]:
         kept = seen.with_noted(noted).history[-_KEPT_FAILURES:]
         puts[keys.HISTORY] = {"failures": [failure.to_item() for failure in kept]}
     if (requests := remembered(seen, decision.actions, now_unix_s)) != seen.requests:
         puts[keys.REQUESTS] = {"requests": [request.to_value() for request in requests]}
-    guards = {key: seen.revisions.get(key, 0) for key in (keys.ROUND, keys.DECISIONS, *puts)}
+    guards = {} if life is None else life.guard
+    guards |= {key: seen.revisions.get(key, 0) for key in (keys.ROUND, keys.DECISIONS, *puts)}
     about = {"unix_s": now_unix_s, "root": seen.host, "generation": seen.generation}
     puts[keys.DECISIONS] = _kept(seen.decisions, *({**about, **_entry(action)} for action in decision.actions))
-    return guards, puts
+    return Transaction(guards=guards, puts=puts)
 
 
 def _failure(action: Break, generation: int, now_unix_s: float) -> Failure:

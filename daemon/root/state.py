@@ -11,6 +11,7 @@ from ..etcd.client import Entry
 from ..run import keys
 from ..run.commit import Agreed, HeldPair
 from ..run.hang import ALIVE
+from ..run.life import Life
 from ..run.mirror import Folders, Keys, Mirror, host_name, of, pair_of_entry
 from ..run.observation import parse_observations
 from ..run.records import Failure
@@ -68,6 +69,11 @@ class RootState:
         """The current round, None before the first."""
         round_: Round | None = self._mirror.get(keys.ROUND)
         return round_
+
+    @property
+    def life(self) -> Life | None:
+        """The life of the run."""
+        return Life.of(self._mirror)
 
     @property
     def watermark(self) -> Pair | None:
@@ -145,7 +151,7 @@ class RootState:
                 decisions=found.get(keys.DECISIONS, ()),
                 went_back=found.get(keys.UNHEALTHY, ()),
                 requests=found.get(keys.REQUESTS, ()),
-                closed=keys.CLOSED in found.revisions,
+                life=self.life,
                 revisions=dict(found.revisions),
             )
         return self._view

@@ -7,6 +7,7 @@ from typing import Any, Self
 from resilient_run.ckpt.format.pair import Pair
 
 from ..run.commit import Unhealthy
+from ..run.life import Life
 from ..run.observation import Observation
 from ..run.quarantine import Quarantine
 from ..run.records import Failure
@@ -41,7 +42,7 @@ class RootView:
         unhealthy: Steps that ranks call unhealthy; nothing committed is after them.
         went_back: Steps because of which the run went back.
         requests: Hosts that the operator was asked for, oldest first; none that was given back.
-        closed: The run is over.
+        life: The life of the run, None while nobody has begun it.
         revisions: Key without the run's prefix → revision of its last change; guards what is decided on this view.
     """
 
@@ -66,13 +67,18 @@ class RootView:
     unhealthy: Mapping[Pair, Unhealthy] = field(default_factory=dict)
     went_back: tuple[Pair, ...] = ()
     requests: tuple[Request, ...] = ()
-    closed: bool = False
+    life: Life | None = None
     revisions: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def generation(self) -> int:
         """Number of the current generation, 0 before the first."""
         return 0 if self.round is None else self.round.generation
+
+    @property
+    def closed(self) -> bool:
+        """Whether the run is over."""
+        return self.life is not None and self.life.job.closed is not None
 
     @property
     def failure(self) -> Failure | None:

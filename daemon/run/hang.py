@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from ..base.policy import DetectPolicy
-from .life import CpuMeter
+from .cpu_meter import CpuMeter
 from .observation import Observation
 
 STANDING = ("stopped", "zombie", "disk-sleep", "gone")

@@ -18,7 +18,8 @@ class Folder(str):
 
 
 RENDEZVOUS = "rdzv/"  # what launchers follow
-JOB = "rdzv/job"  # launchers: the `Agreement`, made by the first
+JOB = "rdzv/job"  # launchers and root: the current life of the run id, and its end, `Agreement` (life.py)
+LIVES = Folder("rdzv/job")  # by name, launchers and root: written with the job; its revision guards what is of a life
 MEMBERS = Folder("rdzv/members")  # by host, leased, its launcher: a `Member`
 ROUND = "rdzv/round"  # launchers: the `Round`; its revision guards what is valid in one generation only
 COMMITTED = "rdzv/committed"  # root, launchers: the only number of ranks that can restore what is committed
@@ -26,7 +27,6 @@ STORES = Folder("rdzv/store")  # by generation, launcher of group rank 0: where 
 FAILURES = Folder("rdzv/failure")  # by generation, root and launchers, never replaced: the `Failure`
 DONE = Folder("rdzv/done")  # by generation and host, its launcher: all its workers succeeded
 RECOVERED = Folder("rdzv/recovered")  # by generation and host, its launcher: the recovery event
-CLOSED = "rdzv/closed"  # root and launchers, leased after a failure: the end of the run, `Closed`
 QUARANTINES = Folder("rdzv/quarantine")  # by host, root: a `Quarantine`
 
 ROOT = "root/"  # what says who is the root, and what roots did

@@ -1,52 +1,189 @@
-"""CPU time as a sign of life: how much of a CPU a trainer and its children, such as data loaders, take."""
+"""The lives of a run id: the states of a run, who may change them, and the transaction of each change (pure functions).
 
-import contextlib
-from collections import deque
-from typing import Final
+`keys.JOB` alone says which life of the run id is the current one and how it ended. Each life has a key of its own below
+`keys.LIVES`, which is written when it begins and when it ends, and removed with it. Whoever is guarded by that writes
+nothing into another life, nor into one that is over, also where etcd came back without its data and counts revisions
+anew: no name comes twice.
+"""
 
-import psutil
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Self
 
-BUSY: Final = 0.1
-"""CPUs that a process which works takes at least; threads that only look at a clock take less than a tenth of it."""
+from resilient_run.ckpt.format.pair import Pair, pair_value
+
+from . import keys
+from .mirror import Mirror
+from .records import Agreement, Closed, Requirements
+from .rounds import Member, Round
 
 
-class CpuMeter:
-    """The CPU time of one process tree, as it is heard from time to time."""
+class State(StrEnum):
+    """What a run does, by its keys."""
 
-    def __init__(self) -> None:
-        self._heard: deque[tuple[float, float]] = deque()
+    UNKNOWN = "unknown"
+    WAITING = "waiting"
+    TRAINING = "training"
+    BROKEN = "broken"
+    ENDED = "ended"
 
-    def hear(self, now_s: float, cpu_s: float, window_s: float) -> None:
-        """Note the CPU time so far at `now_s`; what is older than `window_s` counts no more."""
-        self._heard.append((now_s, cpu_s))
-        while len(self._heard) > 2 and self._heard[1][0] <= now_s - window_s:
-            self._heard.popleft()
+    @classmethod
+    def of(
+        cls, job: Agreement | None, round_: Round | None, failures: Container[int], members: Mapping[str, Member]
+    ) -> "State":
+        """Return the state of a run with these keys."""
+        if job is None:
+            return cls.UNKNOWN
+        if job.closed is not None:
+            return cls.ENDED
+        if round_ is None:
+            return cls.WAITING
+        return cls.BROKEN if round_.generation in failures or round_.gone(members) else cls.TRAINING
 
-    def forget(self) -> None:
-        """Begin anew."""
-        self._heard.clear()
+
+TRANSITIONS: Mapping[tuple[State, State], str] = {
+    (State.UNKNOWN, State.WAITING): "newcomer",
+    (State.WAITING, State.TRAINING): "launcher",
+    (State.WAITING, State.BROKEN): "launcher",
+    (State.TRAINING, State.BROKEN): "launcher|root|lease|drain",
+    (State.BROKEN, State.TRAINING): "launcher",
+    (State.WAITING, State.ENDED): "launcher",
+    (State.TRAINING, State.ENDED): "launcher|root",
+    (State.BROKEN, State.ENDED): "launcher|root",
+    (State.ENDED, State.BROKEN): "newcomer",
+    (State.ENDED, State.WAITING): "newcomer",
+    (State.ENDED, State.UNKNOWN): "launcher|newcomer",
+}
+"""From which state to which a run goes, and by whom: a launcher of the run, or one that is not in it yet (newcomer).
+
+`resilientctl forget` and an etcd without its data end any.
+"""
+
+_OF_ONE_LIFE = (keys.STORES(), keys.FAILURES(), keys.DONE(), keys.RECOVERED(), keys.INJECTION, keys.HISTORY)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transaction:
+    """What `Etcd.commit` takes, by key without the run's prefix."""
+
+    guards: Mapping[str, int]
+    puts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    deletes: Sequence[str] = ()
+
+    def below(self, prefix: str) -> tuple[dict[str, int], dict[str, Mapping[str, Any]], list[str]]:
+        """Return its parts with full keys."""
+        return (
+            {prefix + key: revision for key, revision in self.guards.items()},
+            {prefix + key: value for key, value in self.puts.items()},
+            [prefix + key for key in self.deletes],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A life of a run id: what its launchers agree on and how it ended, and the revision of its key."""
+
+    job: Agreement
+    revision: int
+
+    @classmethod
+    def of(cls, mirror: Mirror) -> Self | None:
+        """Return the one that `keys.JOB` names, of revision 0 if it has no key; None without a job."""
+        job: Agreement | None = mirror.get(keys.JOB)
+        return None if job is None else cls(job, mirror.revisions.get(keys.LIVES(job.name), 0))
 
     @property
-    def heard_s(self) -> float:
-        """When it was heard last, minus infinity for never."""
-        return self._heard[-1][0] if self._heard else float("-inf")
+    def guard(self) -> dict[str, int]:
+        """What holds while it goes on, or has ended, as it does."""
+        return {keys.LIVES(self.job.name): self.revision}
 
-    @property
-    def busy(self) -> bool:
-        """Whether the processes took `BUSY` of a CPU since the oldest note."""
-        if len(self._heard) < 2:
-            return False
-        (from_s, before_s), (to_s, after_s) = self._heard[0], self._heard[-1]
-        return to_s > from_s and after_s - before_s >= BUSY * (to_s - from_s)
+    def form(self, formed: Round, before: Round | None, watermark_revision: int) -> Transaction:
+        """Form a round after `before`, with what is committed."""
+        # Whoever is in the new round has seen why the one before broke; nobody asks about those before it.
+        stale = formed.generation - 2
+        return Transaction(
+            guards={
+                **self.guard,
+                keys.ROUND: 0 if before is None else before.revision,
+                keys.WATERMARK: watermark_revision,
+            },
+            puts={keys.ROUND: formed.to_value()},
+            deletes=(keys.STORES(stale), keys.FAILURES(stale), keys.DONE(stale, ""), keys.RECOVERED(stale, "")),
+        )
+
+    def create(self, name: str, value: Mapping[str, Any]) -> Transaction:
+        """Set a key that is not there."""
+        return Transaction(guards={**self.guard, name: 0}, puts={name: value})
+
+    def end(self, closed: Closed, round_revision: int | None = None) -> Transaction:
+        """End it, whose round is the one of that revision if it is given."""
+        ended = replace(self.job, closed=closed)
+        return Transaction(
+            guards=self.guard if round_revision is None else {**self.guard, keys.ROUND: round_revision},
+            puts={keys.JOB: ended.to_value(), keys.LIVES(ended.name): {}},
+        )
+
+    def follow(self, terms: Requirements) -> Transaction:
+        """Begin the next one once all have left this one, with its round and what it committed."""
+        following = replace(self.job, life=self.job.life + 1, closed=None, **terms.required())
+        # Whoever starts a run again has put something right: its failures so far count no more.
+        return Transaction(
+            guards={**self.guard, keys.MEMBERS(): 0},
+            puts={keys.JOB: following.to_value(), keys.LIVES(following.name): {}},
+            deletes=(keys.LIVES(self.job.name), *_OF_ONE_LIFE),
+        )
+
+    def clear(self) -> Transaction:
+        """Remove it once all have left it, unless it failed and something is committed, which the next one restores."""
+        failed = self.job.closed is None or self.job.closed.failed
+        guards = {**self.guard, keys.MEMBERS(): 0} | ({keys.WATERMARK: 0} if failed else {})
+        return Transaction(guards=guards, deletes=keys.lasting(""))
+
+    def openings(self, terms: Requirements, *, abandoned: bool) -> tuple[Transaction, ...]:
+        """Return what a new launcher may do before it can be in the run, best first; nothing if it goes on as it is.
+
+        Args:
+            terms: What the launcher asks of the run; those of a life that ended, or that all have left, bind nobody.
+            abandoned: Whether all have left it, and nobody comes back.
+        """
+        if self.job.closed is not None:
+            return (self.clear(), self.follow(terms)) if self.job.closed.failed else (self.clear(),)
+        return (self.follow(terms),) if abandoned and replace(self.job, **terms.required()) != self.job else ()
+
+    def why_over(self, now: Self | None, *, forgotten: bool) -> Closed:
+        """Return why it is over, as its launcher sees it.
+
+        Args:
+            now: The life of the run id now.
+            forgotten: Whether etcd came back without its data.
+        """
+        reason = "it was started again while this launcher was cut off"
+        if now is None and forgotten:
+            reason = "etcd came back without its data: keep its data directory, or run three members"
+        elif now is None or now.job == self.job:
+            reason = "the other hosts ended it while this one was cut off, or somebody changed its etcd keys"
+        elif now.job.closed is not None and now.job.name == self.job.name:
+            return now.job.closed
+        return Closed(reason=reason, failed=True)
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process and its descendants, also of those that ended; 0 when there is none."""
-    total_s = 0.0
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for member in [process, *process.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                times = member.cpu_times()
-                total_s += times.user + times.system + times.children_user + times.children_system
-    return total_s
+def sweep() -> Transaction:
+    """Remove what is left of a run whose job somebody has removed."""
+    return Transaction(guards={keys.JOB: 0, keys.MEMBERS(): 0}, deletes=keys.lasting(""))
+
+
+def begin(job: Agreement, persisted: Sequence[Sequence[int]], world_size: int | None) -> Transaction:
+    """Begin the first life of a run that etcd does not know.
+
+    Args:
+        job: The life.
+        persisted: The published pairs of the run id, oldest first: it begins with the newest.
+        world_size: The number of ranks that made the newest, None for an import.
+    """
+    puts: dict[str, Mapping[str, Any]] = {keys.JOB: job.to_value(), keys.LIVES(job.name): {}}
+    if persisted:
+        puts[keys.WATERMARK] = pair_value(Pair(*persisted[-1]))
+        puts[keys.PERSISTED] = {"pairs": persisted}
+        puts[keys.COMMITTED] = {"world_size": world_size}
+    return Transaction(guards={keys.JOB: 0, keys.MEMBERS(): 0}, puts=puts)

@@ -13,7 +13,7 @@ from ..base.fields import Fields
 from ..etcd.client import Entry
 from . import keys
 from .quarantine import Quarantine
-from .records import Agreement, Closed, Failure, parse_decisions
+from .records import Agreement, Failure, parse_decisions
 from .rounds import Member, Round
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,6 @@ _KEYS: Keys = {
     keys.JOB: of(Agreement),
     keys.ROUND: lambda entry: Round.parse(entry.value, revision=entry.revision),
     keys.COMMITTED: lambda entry: Fields(entry.value, keys.COMMITTED).optional_integer("world_size", low=1),
-    keys.CLOSED: of(Closed),
     keys.UNHEALTHY: lambda entry: parse_pairs(entry.value),
     keys.PERSISTED: lambda entry: parse_pairs(entry.value),
     keys.DECISIONS: lambda entry: parse_decisions(entry.value),

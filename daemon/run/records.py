@@ -8,9 +8,6 @@ from ..base.codec import UNIX_S, Record, limited
 from ..base.fields import Fields
 from . import keys
 
-CLOSED_TTL_S = 10
-"""How long the end of a run stays announced, for every live launcher to see; then the run id is free again."""
-
 MAX_REASON_BYTES = 1 << 16
 """Of the end of a run, and of what recoveries give as their cause: both may quote the message of a failure."""
 
@@ -65,28 +62,35 @@ class Requirements(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Agreement(Requirements):
-    """What the launchers of a run have agreed on, and the secret by which its daemons know each other.
-
-    Attributes:
-        incarnation: Random id of this life of the run id.
-        token: The secret, where the hosts have no run key.
-        after_generation: Of the persisted pair that this life begins with, 0 without one.
-        ended_generation: The newest one with which a failure has ended the run, 0 without one.
-    """
-
-    incarnation: str
-    token: str
-    after_generation: int = 0
-    ended_generation: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Closed(Record):
     """The end of a run."""
 
     reason: str = limited(high=MAX_REASON_BYTES, shown=True)
     failed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement(Requirements):
+    """What the launchers of a run have agreed on, and the secret by which its daemons know each other.
+
+    Attributes:
+        incarnation: Random id of the lives that go on from each other, and so of what hosts hold in memory.
+        token: The secret, where the hosts have no run key.
+        after_generation: Of the persisted pair that the first life began with, 0 without one.
+        life: Which of these lives it is, counted from 1.
+        closed: How it ended, None while it goes on.
+    """
+
+    incarnation: str
+    token: str
+    after_generation: int = 0
+    life: int = limited(1, low=1)
+    closed: Closed | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of this life, which no other one has, of whatever run: its key's."""
+        return f"{self.incarnation}.{self.life}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,7 +71,7 @@ class Sight:
     def see(self, entries: Mapping[str, Entry], prefix: str) -> None:
         """Take in the state of every key below `prefix`."""
         known = {key.removeprefix(prefix): entry for key, entry in entries.items()}
-        self.ended = keys.JOB not in known or keys.CLOSED in known
+        self.ended = keys.JOB not in known or known[keys.JOB].value.get("closed") is not None
         try:
             if (found := known.get(keys.ROUND)) is not None:
                 self.round = Round.parse(found.value, revision=found.revision)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.pair import Pair, is_import, pair_value
-from resilient_run.daemon.etcd.client import Entry, Etcd
+from resilient_run.ckpt.format.pair import Pair, is_import
+from resilient_run.daemon.etcd.client import Etcd
 from resilient_run.daemon.run import keys
+from resilient_run.daemon.run.life import Life, begin, sweep
+from resilient_run.daemon.run.mirror import Mirror
 from resilient_run.daemon.run.records import Agreement, Requirements
 
 log = logging.getLogger(__name__)
@@ -36,46 +37,58 @@ class Terms(Requirements):
     persisted: Callable[[], tuple[list[list[int]], int | None]] = lambda: ([], None)
 
 
-async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> Entry:
-    """Return the run's job, made now if there is none, with what it is to restore.
+async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> Life | None:
+    """Return the life of the run; it begins now if there is none, or the last one has ended.
 
-    Terms of a run that is `abandoned`, that has left no launcher behind, bind nobody; what it committed is still its.
+    Returns None while launchers of that last one are still there. Terms of a run that has ended or is `abandoned`, that
+    has left no launcher behind, bind nobody; what it committed is still its.
 
     Raises:
         RendezvousStateError: The run goes on with other terms, or nobody can tell where it begins.
         EtcdError: etcd cannot be reached or refuses.
     """
     prefix = keys.prefix(run_id)
-    key, members = prefix + keys.JOB, prefix + keys.MEMBERS()
+    key = prefix + keys.JOB
     while True:
-        entry = await etcd.get(key)
-        if entry is None:
+        mirror = await look(etcd, prefix)
+        if (damage := mirror.ignored.get(keys.JOB)) is not None:
+            raise RendezvousStateError(f"etcd key {key} is damaged ({damage}); delete it")
+        if (life := Life.of(mirror)) is None:
+            await etcd.commit(*sweep().below(prefix))
             if not await _begin(etcd, run_id, prefix, terms) and await etcd.get(key) is None:
-                raise RendezvousStateError(
-                    f"etcd key {key} was removed during the run; start this one when the others have written it again"
-                )
+                return None
             continue
-        try:
-            job = Agreement.parse(entry.value)
-        except DaemonError as error:
-            raise RendezvousStateError(f"etcd key {key} is damaged ({error}); delete it") from error
+        if not life.revision:
+            raise RendezvousStateError(
+                f"run {run_id!r} in etcd was begun by another version, or somebody removed the key of its life: "
+                "`resilientctl forget` it, or choose another --rdzv-id"
+            )
+        job, openings = life.job, life.openings(terms, abandoned=abandoned)
+        if any([await etcd.commit(*transaction.below(prefix)) for transaction in openings]):
+            continue
+        if job.closed is not None:
+            return None
         ours = replace(job, **terms.required())
         if ours == job:
-            return entry
-        if abandoned and await etcd.commit({key: entry.revision, members: 0}, {key: ours.to_value()}):
-            continue
-        if (again := await etcd.get(key)) is None or again.revision != entry.revision:
+            return life
+        if Life.of(await look(etcd, prefix)) != life:
             continue
         theirs, own = _described(job), _described(ours)
         differing = [name for name in theirs if theirs[name] != own[name]]
         may_differ = _MAY_DIFFER.issuperset(differing)
         if may_differ and terms.allow_different:
-            return entry
+            return life
         raise RendezvousStateError(
             f"run {run_id!r} goes on with {', '.join(theirs[name] for name in differing)}, but this launcher has "
             f"{', '.join(own[name] for name in differing)}: start every launcher of a run with the same values, or "
             f"choose another --rdzv-id{', or let this one in with --rr-allow-different-script' if may_differ else ''}"
         )
+
+
+async def look(etcd: Etcd, prefix: str) -> Mirror:
+    """Return what etcd has of the life of a run, read at once."""
+    found = await etcd.list(prefix + keys.JOB)
+    return Mirror().apply({key.removeprefix(prefix): entry for key, entry in found.items()})
 
 
 async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> bool:
@@ -88,13 +101,7 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> bool:
         after_generation=newest.generation,
         **terms.required(),
     )
-    puts = {keys.JOB: job.to_value()}
-    if pairs:
-        puts[keys.WATERMARK] = pair_value(newest)
-        puts[keys.PERSISTED] = {"pairs": pairs}
-        puts[keys.COMMITTED] = {"world_size": world_size}
-    guards = {prefix + keys.JOB: 0, prefix + keys.MEMBERS(): 0}
-    begun = await etcd.commit(guards, {prefix + key: value for key, value in puts.items()}) > 0
+    begun = await etcd.commit(*begin(job, pairs, world_size).below(prefix)) > 0
     if begun and pairs:
         what = "imported" if is_import(newest) else "persisted"
         log.warning("run %r begins with the %s step %d", run_id, what, newest.step)

@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,6 @@ from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import is_import
 from resilient_run.daemon.base.fields import printable
 from resilient_run.daemon.etcd.client import (
-    Entry,
     Etcd,
     EtcdAuthError,
     EtcdConfig,
@@ -30,11 +29,12 @@ from resilient_run.daemon.etcd.client import (
     Lease,
 )
 from resilient_run.daemon.run import keys
+from resilient_run.daemon.run.life import Life, Transaction
 from resilient_run.daemon.run.mirror import pair_of_entry
-from resilient_run.daemon.run.records import CLOSED_TTL_S, MAX_REASON_BYTES, Agreement, Closed, Failure
+from resilient_run.daemon.run.records import MAX_REASON_BYTES, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
 
-from .agreement import Terms, agree
+from .agreement import Terms, agree, look
 from .patience import Impatience
 from .rounds import View, broken, newcomers, rendezvous_mirror
 
@@ -45,6 +45,7 @@ _E = TypeVar("_E")
 
 _POLL_S = 0.1
 _RETRY_S = 0.5
+_STAYS_CLOSED_S = 20.0
 _RETURN_S = 5.0
 """How much longer than a lease's time to live a launcher may take to register again once etcd is back."""
 
@@ -68,10 +69,11 @@ class Membership:
         self._key = self._prefix + keys.MEMBERS(member.host)
         self._on_change = on_change
         self._view = View(members={}, stores={}, failures={}, done=frozenset())
-        self._closed: Closed | None = None
         self._closing: Closed | None = None
-        self._ended: View | None = None
-        self._job: Entry | None = None
+        self._over: Closed | None = None
+        self._ended: Life | None = None
+        self._is_begun = False
+        self._life: Life | None = None
         self._nobody_since_s = math.inf
         self._is_listed = False
         self._seat_revision = 0
@@ -107,12 +109,12 @@ class Membership:
 
         Until etcd has answered, it is what this launcher asked for.
         """
-        return self._closed
+        return self.ended or self._closing or self._over
 
     @property
     def ended(self) -> Closed | None:
         """The end of the run as etcd has it: that of whoever was first. None while nobody knows."""
-        return None if self._ended is None else self._ended.closed
+        return None if self._ended is None else self._ended.job.closed
 
     async def register(self, terms: Terms, host: str, addr: str, nproc: int, role: str, *, lease_ttl_s: float) -> None:
         """Become a member, ready for nothing yet.
@@ -135,39 +137,31 @@ class Membership:
 
     async def _enter(self, terms: Terms, *, waited_s: float) -> bool:
         """Tell whether this launcher is a member now; what may yet pass is in the way if not."""
-        closed = self._prefix + keys.CLOSED
-        if await self._etcd.get(closed) is not None or self._view.closed is not None:
-            if self._view.closed is not None and not self._view.closed.failed:
-                # Whoever was to leave last was killed.
-                await self._remove_keys(self._view)
-            if waited_s > 2 * CLOSED_TTL_S + self._lease_ttl_s:
-                hosts = ", ".join(sorted(self._view.members))
-                what = f"wait until its launchers on {hosts} are gone" if hosts else f"delete the etcd key {closed}"
-                raise RendezvousClosedError(f"run {self._run_id!r} stays closed: {what}")
-            return False
         # Known before its terms are read: a run that becomes abandoned meanwhile is asked again.
         abandoned = self._abandoned
         try:
-            self._job = await agree(self._etcd, self._run_id, terms, abandoned=abandoned)
-            return await self._write(self._same_run)
+            life = await agree(self._etcd, self._run_id, terms, abandoned=abandoned)
+            if life is not None and await self._write(life):
+                self._life = life
+                self._follow_life(self._view, life)
+                return True
         except RendezvousStateError:
             # What is in the way may be a launcher that was just killed: its key expires.
             if waited_s > self._lease_ttl_s + 1 and (self._view.members or abandoned):
                 raise
             return False
+        if life is None and waited_s > _STAYS_CLOSED_S + self._lease_ttl_s:
+            hosts = ", ".join(sorted(self._view.members)) or "other hosts"
+            raise RendezvousClosedError(
+                f"run {self._run_id!r} stays closed: wait until its launchers on {hosts} are gone"
+            )
+        return False
 
     @property
     def _abandoned(self) -> bool:
-        """Whether nobody is in the run and comes back: it has ended, or an outage of etcd is no reason any more."""
-        view = self._view
-        ended = view.round is not None and view.job is not None and view.job.ended_generation >= view.round.generation
+        """Whether nobody is in the run and comes back: an outage of etcd is no reason any more."""
         nobody_s = asyncio.get_running_loop().time() - self._nobody_since_s
-        return not view.members and (ended or nobody_s > self._lease_ttl_s + _RETURN_S)
-
-    @property
-    def _same_run(self) -> dict[str, int]:
-        """The guard that holds while the run is the one that this launcher has entered."""
-        return {} if self._job is None else {self._prefix + keys.JOB: self._job.revision}
+        return not self._view.members and nobody_s > self._lease_ttl_s + _RETURN_S
 
     async def offer(self, ready: int) -> None:
         """Announce which generation this launcher could join, 0 for none.
@@ -176,8 +170,9 @@ class Membership:
             RendezvousStateError: Another launcher has taken this host id.
         """
         self._member = replace(self._member, ready=ready)
-        while not await self._in_this_run(self._write):
-            if self._closed is not None:
+        assert self._life is not None, "it is registered"
+        while not await self._write(self._life):
+            if await self._is_over():
                 return
             await asyncio.sleep(_POLL_S)
 
@@ -187,9 +182,8 @@ class Membership:
         Raises:
             RendezvousStateError: The watermark is not of its form.
         """
-        watermark_key, round_key = self._prefix + keys.WATERMARK, self._prefix + keys.ROUND
+        watermark_key = self._prefix + keys.WATERMARK
         watermark = await self._etcd.get(watermark_key)
-        before = view.generation
         try:
             restore = pair_of_entry(watermark)
         except DaemonError as error:
@@ -199,27 +193,14 @@ class Membership:
             # Committed after `members` were chosen: they may be more or fewer ranks than can restore it.
             await self._create(keys.COMMITTED, {"world_size": view.round.world_size})
             return False
-        # Whoever is in the new round has seen why the one before broke; nobody asks about those before it.
-        stale = before - 1
-        names = keys.STORES(stale), keys.FAILURES(stale), keys.DONE(stale, ""), keys.RECOVERED(stale, "")
-        formed_in = await self._commit(
-            {
-                round_key: 0 if view.round is None else view.round.revision,
-                watermark_key: 0 if watermark is None else watermark.revision,
-                self._prefix + keys.CLOSED: 0,
-            },
-            {
-                round_key: Round(
-                    generation=before + 1, seats=members, restore=restore, made_by=view.made_by(restore)
-                ).to_value()
-            },
-            deletes=[self._prefix + name for name in names],
-        )
-        return formed_in > 0
+        formed = Round(generation=view.generation + 1, seats=members, restore=restore, made_by=view.made_by(restore))
+        watermark_revision = 0 if watermark is None else watermark.revision
+        return await self._commit(lambda life: life.form(formed, view.round, watermark_revision))
 
     async def publish_store(self, generation: int, addr: str, port: int) -> None:
         """Publish the address of the generation's store."""
-        await self._commit({}, {self._prefix + keys.STORES(generation): {"addr": addr, "port": port}})
+        puts = {keys.STORES(generation): {"addr": addr, "port": port}}
+        await self._commit(lambda life: Transaction(guards=life.guard, puts=puts))
 
     async def fail(self, failure: Failure) -> None:
         """Break its generation for everyone, unless it is broken; goes on trying while etcd is away."""
@@ -236,7 +217,7 @@ class Membership:
 
     async def close(self, closed: Closed) -> None:
         """End the run for everyone, unless it has ended or goes on without this launcher; goes on trying likewise."""
-        self._closing, self._closed = closed, self._closed or closed
+        self._closing = closed
         await self._insist(partial(self._end, closed))
 
     async def leave(self) -> None:
@@ -254,13 +235,12 @@ class Membership:
             await _cancel(self._tasks | self._insisting)
             if self._lease is not None:
                 try:
-                    if self._closing is not None and self._ended is None:
+                    if self._closing is not None and self.ended is None:
                         await self._end(self._closing)
-                    await self._mark_end()
                 finally:
                     await self._lease.revoke()
                 if self._ended is not None:
-                    await self._remove_keys(self._ended)
+                    await self._etcd.commit(*self._ended.clear().below(self._prefix))
         finally:
             await self._etcd.close()
 
@@ -284,10 +264,9 @@ class Membership:
         self._view = view.keeping(self._view) if doubt_s > 0 else view
         if self._view is not view:
             self._looking_again = self._start(self._look_again(view, doubt_s), self._tasks)
+        if self._life is not None:
+            self._follow_life(view, self._life)
         if self._lease is not None:
-            self._note_end(self._view)
-            if view.job is None and self._is_listed:
-                self._start(self._insist(self._has_missed_end), self._tasks)
             self._note_loss(self._view)
             self._note_standbys(self._view)
         self._on_change()
@@ -309,25 +288,30 @@ class Membership:
         back_s = max(self._replaced_s, self._lease.resumed_s)
         return max(0.0, back_s + patience_s - asyncio.get_running_loop().time())
 
-    def _note_end(self, view: View) -> None:
-        """Remember how the run ended: the key that says so soon vanishes."""
-        if view.closed is not None and self._ended is None:
-            self._ended, self._closed = view, view.closed
-        if view.round is None and self._seat_revision and self._closed is None:
-            self._closed = self._gone()
+    def _follow_life(self, view: View, ours: Life) -> None:
+        """See in the mirror that our life is over, once it has shown that it began."""
+        self._is_begun = self._is_begun or (view.life is not None and view.life.job.name == ours.job.name)
+        if self._is_begun:
+            self._note_end(view.life)
 
-    def _gone(self) -> Closed:
-        """Return what is known of the end of a run whose keys are gone."""
-        lost = "etcd came back without its data: keep its data directory, or run three members"
-        ended = "the other hosts ended it while this one was cut off"
-        return Closed(reason=lost if self._etcd.has_forgotten else ended, failed=True)
+    def _note_end(self, now: Life | None) -> None:
+        """Remember why our life is over, if it is: whoever comes next removes or replaces what says so."""
+        if self._life is not None and now != self._life and self._over is None:
+            self._over = self._life.why_over(now, forgotten=self._etcd.has_forgotten)
+            self._ended = now if now is not None and self._over is now.job.closed else None
+            self._on_change()
+
+    async def _is_over(self) -> bool:
+        """Ask etcd whether our life is over."""
+        self._note_end(Life.of(await look(self._etcd, self._prefix)))
+        return self._over is not None
 
     def _note_loss(self, view: View) -> None:
         """Break our generation for everyone when one of its members is lost."""
         if view.round is None or view.round.rank_of(self._member.host, self._member.session) is None:
             return
         self._seat_revision = view.round.revision
-        if self._closed is not None or view.round.generation == self._announced:
+        if self.closed is not None or view.round.generation == self._announced:
             return
         failure = broken(view, view.round.generation)
         if failure is not None and view.round.generation not in view.failures:
@@ -346,8 +330,8 @@ class Membership:
             log.warning("%s: %s waits as a standby", why, ", ".join(new))
         self._standbys |= standbys
 
-    async def _write(self, guards: Mapping[str, int]) -> bool:
-        """Set our member key, with a new lease if need be, and tell whether nothing came in between."""
+    async def _write(self, life: Life) -> bool:
+        """Set our member key in a life, with a new lease if need be, and tell whether it is set."""
         async with self._writing:
             entry = await self._etcd.get(self._key)
             if entry is not None:
@@ -357,7 +341,8 @@ class Membership:
             elif self._lease.lost.is_set():
                 self._lease = await self._etcd.lease(self._lease_ttl_s)
                 self._replaced_s = asyncio.get_running_loop().time()
-            guards = {**guards, self._key: 0 if entry is None else entry.revision}
+            guards, *_ = Transaction(guards=life.guard).below(self._prefix)
+            guards[self._key] = 0 if entry is None else entry.revision
             try:
                 return await self._etcd.commit(guards, {self._key: self._member.to_value()}, lease=self._lease) > 0
             except EtcdLeaseLost:
@@ -376,17 +361,18 @@ class Membership:
         )
 
     async def _hold(self) -> None:
-        """Replace the lease whenever it is lost, while the run is the one that this launcher has entered."""
+        """Replace the lease whenever it is lost, until our life is over."""
         held = True
         while True:
             assert self._lease is not None
+            assert self._life is not None
             if held:
                 await self._lease.lost.wait()
             held = False
             try:
-                if await self._has_missed_end():
+                if await self._is_over():
                     return
-                if held := await self._in_this_run(self._write):
+                if held := await self._write(self._life):
                     log.warning("host %s had lost its lease and has registered again", self._member.host)
                 else:
                     await asyncio.sleep(_RETRY_S)
@@ -397,55 +383,9 @@ class Membership:
                 log.debug("not registered again yet: %s", error)
                 await asyncio.sleep(_RETRY_S)
 
-    async def _commit(
-        self,
-        guards: Mapping[str, int],
-        puts: Mapping[str, Mapping[str, Any]],
-        deletes: Iterable[str] = (),
-        lease: Lease | None = None,
-    ) -> int:
-        """Do what `Etcd.commit` does, in the run that this launcher has entered."""
-        return await self._in_this_run(lambda same: self._etcd.commit({**same, **guards}, puts, deletes, lease))
-
-    async def _in_this_run(self, write: Callable[[Mapping[str, int]], Awaitable[_T]]) -> _T:
-        """Let `write` have the guard that the run is the one this launcher has entered: the id may be another's by now.
-
-        Returns what it returns, which is true if guards held.
-        """
-        while True:
-            job = self._job
-            written = await write(self._same_run)
-            if written or job is None or await self._has_missed_end() or self._job is job:
-                return written
-
-    async def _has_missed_end(self) -> bool:
-        """Tell whether the run that this launcher has entered ended while it was cut off."""
-        assert self._job is not None
-        key, ours = self._prefix + keys.JOB, self._job
-        job = await self._etcd.get(key)
-        if job is None and (member := await self._etcd.get(self._key)) is not None:
-            # While a launcher is in the run, nobody removes its keys or begins it anew: somebody took the job alone.
-            if await self._etcd.commit({key: 0, self._key: member.revision}, {key: ours.value}):
-                log.warning("etcd key %s was removed during the run and is written again", key)
-            job = await self._etcd.get(key)
-        if job is None and self._seat_revision and self._closed is None:
-            return False  # it misses the round in the mirror, which knows whether etcd lost its data
-        if job is not None and job.revision == ours.revision:
-            return False
-        try:
-            now, before = None if job is None else Agreement.parse(job.value), Agreement.parse(ours.value)
-        except DaemonError as error:
-            missed = Closed(reason=f"etcd key {key} is damaged ({error})", failed=True)
-        else:
-            if now == before:
-                self._job = job  # somebody wrote it again, as it was
-                return False
-            missed = self._gone()
-            if now is not None and now.ended_generation == before.ended_generation:
-                missed = Closed(reason="it was started again while this launcher was cut off", failed=True)
-        self._closed = self._closed or missed
-        self._on_change()
-        return True
+    async def _commit(self, made: Callable[[Life], Transaction]) -> bool:
+        """Commit what `made` returns for our life, and tell whether its guards held."""
+        return self._life is not None and await self._etcd.commit(*made(self._life).below(self._prefix)) > 0
 
     async def _insist(self, write: Callable[[], Awaitable[object]]) -> None:
         async def written() -> None:
@@ -463,50 +403,15 @@ class Membership:
 
     async def _create(self, name: str, value: Mapping[str, Any]) -> None:
         """Set a key that is not there."""
-        key = self._prefix + name
-        await self._commit({key: 0}, {key: value})
+        await self._commit(lambda life: life.create(name, value))
 
     async def _end(self, closed: Closed) -> None:
-        """End the run unless it has ended, or is in a round without this launcher, and look how it ended."""
-        key = self._prefix + keys.CLOSED
-        guards = {key: 0}
-        if self._seat_revision:
-            guards[self._prefix + keys.ROUND] = self._seat_revision
-        # A success stays known as long as keys of the run do, also if nobody is left to remove them.
-        lease = await self._etcd.lease(CLOSED_TTL_S, keep_alive=False) if closed.failed else None
-        await self._commit(guards, {key: closed.to_value()}, lease=lease)
-        await self._look_for_end()
-
-    async def _mark_end(self) -> None:
-        """Let whoever was cut off see that a failure has ended the run, though its job and round stay."""
-        if self._ended is None or self._ended.closed is None or not self._ended.closed.failed or self._job is None:
-            return
-        # While the run is closed nobody begins it anew.
-        key = self._prefix + keys.CLOSED
-        if (closed_revision := await self._etcd.revision(key)) and self._ended.round is not None:
-            job = {**self._job.value, "ended_generation": self._ended.round.generation}
-            await self._commit({key: closed_revision}, {self._prefix + keys.JOB: job})
-
-    async def _look_for_end(self) -> None:
-        found = await self._etcd.list(self._prefix + keys.RENDEZVOUS)
-        self._note_end(View.of(rendezvous_mirror().apply(self._named(found))))
+        """End our life unless it has ended, or is in a round without this launcher, and look how it ended."""
+        await self._commit(lambda life: life.end(closed, self._seat_revision or None))
+        await self._is_over()
 
     def _named(self, entries: Mapping[str, _E]) -> dict[str, _E]:
         return {key.removeprefix(self._prefix): entry for key, entry in entries.items()}
-
-    async def _remove_keys(self, ended: View) -> None:
-        """Remove what nobody needs any more, unless there is another member, or the run id has begun anew."""
-        assert ended.closed is not None
-        round_revision = 0 if ended.round is None else ended.round.revision
-        guards = {self._prefix + keys.MEMBERS(): 0, self._prefix + keys.ROUND: round_revision}
-        everything = keys.lasting(self._prefix)
-        if not ended.closed.failed:
-            await self._etcd.commit(guards, {}, deletes=everything)
-        elif not await self._etcd.commit({**guards, self._prefix + keys.WATERMARK: 0}, {}, deletes=everything):
-            # Whoever starts the run again has put something right: its failures so far count no more.
-            folders = keys.STORES(), keys.FAILURES(), keys.DONE(), keys.RECOVERED(), keys.INJECTION
-            names = (keys.CLOSED, keys.HISTORY, *folders)
-            await self._etcd.commit(guards, {}, deletes=[self._prefix + name for name in names])
 
     def _start(self, coroutine: Any, tasks: "set[asyncio.Task[None]]") -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(coroutine)

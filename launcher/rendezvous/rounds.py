@@ -10,9 +10,10 @@ from typing import Self
 from resilient_run.ckpt.format.pair import Pair, is_import
 from resilient_run.daemon.base.goodput import Recovery
 from resilient_run.daemon.run import keys
+from resilient_run.daemon.run.life import Life
 from resilient_run.daemon.run.mirror import Mirror, generation_and_host, of
 from resilient_run.daemon.run.quarantine import Quarantine
-from resilient_run.daemon.run.records import Agreement, Closed, Failure
+from resilient_run.daemon.run.records import Agreement, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat, allowed
 
 
@@ -20,7 +21,8 @@ from resilient_run.daemon.run.rounds import Member, Round, Seat, allowed
 class View:
     """Everything below a run's `rdzv/` at one moment.
 
-    `committed` is the number of ranks that what is committed was made by, None while nothing is.
+    `committed` is the number of ranks that what is committed was made by, None while nothing is; `damage` says why the
+    job says nothing, "" where it does or is absent.
     """
 
     members: Mapping[str, Member]
@@ -29,7 +31,7 @@ class View:
     failures: Mapping[int, Failure]
     done: frozenset[tuple[int, str]]
     job: Agreement | None = None
-    closed: Closed | None = None
+    life: Life | None = None
     committed: int | None = None
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
     recovered: Mapping[tuple[int, str], Recovery] = field(default_factory=dict)
@@ -83,7 +85,7 @@ class View:
             failures=dict(folders[keys.FAILURES]),
             done=frozenset(folders[keys.DONE]),
             job=mirror.get(keys.JOB),
-            closed=mirror.get(keys.CLOSED),
+            life=Life.of(mirror),
             committed=mirror.get(keys.COMMITTED),
             quarantines=dict(folders[keys.QUARANTINES]),
             recovered=dict(folders[keys.RECOVERED]),
