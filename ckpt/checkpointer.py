@@ -240,7 +240,6 @@ class Checkpointer:
         Call it on every rank, after `optimizer.step()`. The first call waits until the daemon has allocated the slots.
 
         Args:
-            n: The number of completed steps.
             healthy: Whether this rank would go on from this state, as in `loss.isfinite()`. What any rank calls
                 unhealthy is never committed; `root.unhealthy_steps` in a row restart all from what is.
 
@@ -369,15 +368,9 @@ class Checkpointer:
             del _open[self._pid]
             if self._step:
                 _begun.add(self._env)
-        if self._pulse is not None:
-            self._pulse.close()
-        if self._work is not None:
-            self._work.close()
-        if self._pace is not None:
-            self._pace.close()
-        if self._exchange is not None:
-            self._exchange.close()
-        self._capturer.close()
+        for each in (self._pulse, self._work, self._pace, self._exchange, self._capturer):
+            if each is not None:
+                each.close()
         atexit.unregister(self.close)
         self._link = None
 
@@ -436,8 +429,7 @@ class Checkpointer:
         self._reshapes = answer.get("reshapes", False)
         self._unhealthy = frozenset(answer.get("unhealthy", ()))
         self._link = link
-        if self._state.device() is None:  # of a GPU's work the CPU's time says nothing
-            self._work = WorkMeter()
+        self._work = WorkMeter() if self._state.device() is None else None  # the CPU's time says nothing of a GPU's
         self._pulse = Pulse(link)
         self._pulse.start()
         self._capturer = capturer
@@ -533,7 +525,7 @@ class Checkpointer:
 
     def _load_slot(self, path: str, capturer: Capturer) -> None:
         slot = Slot.open(path, writable=True)
-        # After an error it stays mapped: whoever shows the variables of the traceback reads it.
+        # After an error it stays mapped: whoever shows the variables of the traceback reads the tensors in it.
         self._load(slot)
         capturer.prefer(slot.payload_offset)
         slot.close()
@@ -604,4 +596,5 @@ class Checkpointer:
 
 
 def _line(text: str) -> str:
+    """Return `text` as one line that a message can carry."""
     return "".join(each if each.isprintable() else "?" for each in " ".join(text.split()))[:_MAX_TEXT]

@@ -398,7 +398,8 @@ def test_all_go_back_where_steps_in_a_row_are_unhealthy() -> None:
     assert isinstance(action, Break)
     assert (action.kind, action.host, action.rank, action.step) == ("unhealthy_steps", "b", 1, 12)
     assert action.reason == "steps 12 to 14 (3 in a row) are unhealthy, first on rank 1"
-    guards, puts = transaction(view, decision, NOW_S)
+    made = transaction(view, decision, NOW_S)
+    guards, puts = made.guards, made.puts
     assert puts["ckpt/unhealthy"] == {"pairs": [(3, 9), (4, 12), (4, 13), (4, 14)]}
     assert guards.keys() >= {"ckpt/unhealthy", "rdzv/round"}
     after = Failure.parse(puts["rdzv/failure/4"], generation=4)

@@ -133,7 +133,7 @@ def test_code_that_is_not_that_of_today_is_found(tmp_path: Path) -> None:
     file("comm/net.py", "x = 1")
     file("comm/late.py", "import re")
     file("comm/json.py", "not imported: a module of the package is not found beside it")
-    file("daemon/doctor/pages.py", "apart")
+    file("daemon/doctor/apart.py", "apart")
     file("data/model.txt", "1")
     benchmark = Benchmark(script="benchmarks/script.py", also=("data",), results=())
     result = write(tmp_path, "result.json", {"code": digests(benchmark, tmp_path)})
