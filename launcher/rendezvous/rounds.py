@@ -21,8 +21,7 @@ from resilient_run.daemon.run.rounds import Member, Round, Seat, allowed
 class View:
     """Everything below a run's `rdzv/` at one moment.
 
-    `committed` is the number of ranks that what is committed was made by, None while nothing is; `damage` says why the
-    job says nothing, "" where it does or is absent.
+    `committed` is the number of ranks that what is committed was made by, None while nothing is.
     """
 
     members: Mapping[str, Member]
