@@ -51,7 +51,8 @@ def test_lossy_schemes_change_nothing_while_they_are_tried(netlab: Callable[...,
     assert first["chosen"] == second["chosen"] == first["chosen_again"]
     for each in found:
         assert each["same_until_then"], "it trains as DDP does while it measures"
-        assert each["same_after"] == each["same_again"] == (each["chosen"] in ("zen", BASE))
+        # What rounds may have been chosen for too few steps to show.
+        assert (each["same_after"] and each["same_again"]) or each["chosen"] not in ("zen", BASE)
 
 
 @pytest.mark.jobs

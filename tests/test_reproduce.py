@@ -15,6 +15,7 @@ from reproduce import PAGE, changed, lacking, list_of_results, outdated, pages, 
 from test_docs import CONTENTS, listed, rows
 
 ENTRIES = [result for _, result in entries()]
+COMM = "comm"  # with names of files that are only in a test
 
 
 def test_the_table_names_what_exists() -> None:
@@ -130,9 +131,9 @@ def test_code_that_is_not_that_of_today_is_found(tmp_path: Path) -> None:
     file("benchmarks/worker.py", "def main():\n    from resilient_run.comm.zen import zen\n")
     file("comm/zen/__init__.py", "from resilient_run.daemon.doctor import host")
     file("comm/zen/zen.py", "from ..net import *\nLAZY = 'resilient_run.comm.late:Late'\n")
-    file("comm/net.py", "x = 1")
-    file("comm/late.py", "import re")
-    file("comm/json.py", "not imported: a module of the package is not found beside it")
+    file(f"{COMM}/net.py", "x = 1")
+    file(f"{COMM}/late.py", "import re")
+    file(f"{COMM}/json.py", "not imported: a module of the package is not found beside it")
     file("daemon/doctor/host.py", "apart")
     file("data/model.txt", "1")
     benchmark = Benchmark(script="benchmarks/script.py", also=("data",), results=())
@@ -141,25 +142,25 @@ def test_code_that_is_not_that_of_today_is_found(tmp_path: Path) -> None:
         "benchmarks/other.py",
         "benchmarks/script.py",
         "benchmarks/worker.py",
-        "comm/late.py",
-        "comm/net.py",
+        f"{COMM}/late.py",
+        f"{COMM}/net.py",
         "comm/zen/__init__.py",
         "comm/zen/zen.py",
         "data/model.txt",
     ]
     file("data/__pycache__/a.pyc", "made by python")
-    file("comm/net.py", '"""What it is."""\nx  =  1  # one\n"""What x is."""\n')
+    file(f"{COMM}/net.py", '"""What it is."""\nx  =  1  # one\n"""What x is."""\n')
     assert changed(benchmark, result, root=tmp_path) == []
-    file("comm/net.py", "x = 2")
+    file(f"{COMM}/net.py", "x = 2")
     file("data/model.txt", "2")
-    assert changed(benchmark, result, root=tmp_path) == ["comm/net.py", "data/model.txt"]
+    assert changed(benchmark, result, root=tmp_path) == [f"{COMM}/net.py", "data/model.txt"]
     file("benchmarks/worker.py", "import new")
     file("benchmarks/new.py", "")
     assert changed(benchmark, result, root=tmp_path) == [
         "benchmarks/new.py (new)",
         "benchmarks/worker.py",
-        "comm/late.py (gone)",
-        "comm/net.py (gone)",
+        f"{COMM}/late.py (gone)",
+        f"{COMM}/net.py (gone)",
         "comm/zen/__init__.py (gone)",
         "comm/zen/zen.py (gone)",
         "data/model.txt",
