@@ -1,5 +1,6 @@
 """Standbys keep the replicas that the hosts of a small round cannot, and what a launcher leaves behind is served."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -70,7 +71,8 @@ def end_all(host: Host) -> None:
     assert host.launcher is not None
     for pid in (host.launcher.pid, host.daemon_pid(), *host.pids().values()):
         assert pid is not None
-        os.kill(pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):  # one that has ended because of those before it
+            os.kill(pid, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("away", [Host.lose, end, end_all])
