@@ -103,7 +103,7 @@ def block(name: str, struck: str, printed: str) -> str:
 {example.start}
 ```
 
-Meanwhile, in a second terminal:
+In another terminal:
 
 ```sh
 {example.kill}
@@ -113,7 +113,7 @@ Meanwhile, in a second terminal:
 {struck}
 ```
 
-The run prints, and ends as an undisturbed one:
+The run ends as an undisturbed one:
 
 ```
 {printed}

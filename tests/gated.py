@@ -4,7 +4,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,29 +121,37 @@ def train_to(step: int, gate: Gate, hosts: Sequence[Host], sock: Path) -> None:
     wait_until(done, timeout_s=180, what=lambda: f"step {step}, at {gate.step}\n" + "".join(h.output for h in hosts))
 
 
-def assert_undisturbed(hosts: Sequence[Host]) -> None:
-    """Two ranks trained every step, with the losses and to the parameters of a run that nothing happened to.
+def trained(steps: int, skipped: Collection[int] = ()) -> tuple[dict[tuple[int, int], float], str]:
+    """Return the loss of each rank and step, and the hash of the parameters, of two ranks that nothing happened to.
 
     Of two ranks the sum does not depend on an order, so one process knows them.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model, optimizer = gated_trainer.begin()
-    expected = {}
-    for step in range(1, STEPS + 1):
+    losses = {}
+    for step in range(1, steps + 1):
+        if step in skipped:
+            continue
         sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
         for rank in range(2):
             optimizer.zero_grad()
             loss = gated_trainer.loss_of(model, step, rank, 2)
             loss.backward()
-            expected[rank, step] = loss.item()
+            losses[rank, step] = loss.item()
             for total, parameter in zip(sums, model.parameters(), strict=True):
                 total += parameter.grad
         for total, parameter in zip(sums, model.parameters(), strict=True):
             parameter.grad = total
         optimizer.step()
     torch.set_num_threads(threads)
+    return losses, gated_trainer.sha256_of(model)
+
+
+def assert_undisturbed(hosts: Sequence[Host]) -> None:
+    """Two ranks trained every step, with the losses and to the parameters of a run that nothing happened to."""
+    expected, sha256 = trained(STEPS)
     seen = [(rank, step, loss) for host in hosts for rank, step, loss in host.steps()]
     assert {(rank, step) for rank, step, _ in seen} == expected.keys()
     assert [entry for entry in seen if expected[entry[:2]] != entry[2]] == []
-    assert {host.params_sha256() for host in hosts} - {None} == {gated_trainer.sha256_of(model)}
+    assert {host.params_sha256() for host in hosts} - {None} == {sha256}

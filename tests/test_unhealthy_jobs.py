@@ -4,11 +4,9 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-import gated_trainer
 import pytest
-import torch
 from cluster import Cluster, Host, kill, wait_until
-from gated import Gate, on_etcd
+from gated import Gate, on_etcd, trained
 
 pytestmark = pytest.mark.jobs
 
@@ -22,30 +20,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(tmp_path)
     yield made
     made.close()
-
-
-def trained(skipped: Collection[int]) -> tuple[dict[tuple[int, int], float], str]:
-    """Return the loss of each rank and step, and the hash of the parameters, of two ranks that skip these steps."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    model, optimizer = gated_trainer.begin()
-    losses = {}
-    for step in range(1, STEPS + 1):
-        if step in skipped:
-            continue
-        sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
-        for rank in range(2):
-            optimizer.zero_grad()
-            loss = gated_trainer.loss_of(model, step, rank, 2)
-            loss.backward()
-            losses[rank, step] = loss.item()
-            for total, parameter in zip(sums, model.parameters(), strict=True):
-                total += parameter.grad
-        for total, parameter in zip(sums, model.parameters(), strict=True):
-            parameter.grad = total
-        optimizer.step()
-    torch.set_num_threads(threads)
-    return losses, gated_trainer.sha256_of(model)
 
 
 def starts(hosts: Collection[Host]) -> dict[int, list[tuple[int, list[int]]]]:
@@ -101,7 +75,7 @@ def test_a_run_goes_back_and_round_what_made_it_unhealthy(
             ("worker_exit", kept, True),
         ]
         assert "steps 21 to 23 (3 in a row) are unhealthy, first on rank 1" in host.output
-    losses, sha256 = trained(POISONED)
+    losses, sha256 = trained(STEPS, POISONED)
     last = {(rank, step): loss for host in hosts for rank, step, loss in host.steps() if step not in POISONED}
     assert last == losses
     assert hosts[0].params_sha256() == sha256

@@ -17,6 +17,16 @@ from ..run.records import Agreement, Failure
 from ..run.rounds import Round, allowed
 from .etcd import check_run_id, etcd_options, parse_etcd
 
+timeout_option = click.option(
+    "--timeout",
+    "timeout_s",
+    type=Finite(min=1),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait until the run goes on.",
+)
+
 
 @click.command()
 @click.argument("host")
@@ -30,21 +40,13 @@ from .etcd import check_run_id, etcd_options, parse_etcd
     metavar="SECONDS",
     help="How long the run does without the host, if it stays.",
 )
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=Finite(min=1),
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait until the run goes on elsewhere.",
-)
+@timeout_option
 @etcd_options("127.0.0.1:2379")
 def drain(host: str, run_id: str, avoided_s: float, timeout_s: float, etcd_endpoint: str, etcd_conf: str) -> None:
     """Move the ranks of HOST to a standby, or let a run with --rr-elastic go on without them.
 
-    The run is interrupted once, right after a commit. The command ends when the run has committed a step elsewhere;
-    HOST's launcher may then be ended.
+    The run is interrupted once, right after a commit. The command ends when the run has committed a step elsewhere:
+    HOST then holds nothing that is needed, and its launcher may be ended.
     """
     check_run_id(run_id, "--run-id")
     try:

@@ -22,7 +22,8 @@ def etcd_options(default: str | None) -> Callable[[_Command], _Command]:
             "--etcd-conf",
             default="",
             metavar="NAME=VALUE,…",
-            help="As --rdzv-conf, or RESILIENT_ETCD_USER and RESILIENT_ETCD_PASSWORD.",
+            help="As --rdzv-conf: user, passwordfile, cacert, cert, key. Or RESILIENT_ETCD_USER and "
+            "RESILIENT_ETCD_PASSWORD.",
         )
         endpoint = click.option(
             "--etcd-endpoint",

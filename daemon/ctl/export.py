@@ -21,6 +21,15 @@ _REMEDY: Final = (
     "the persistent tier (--from persist), which has every rank of what it published"
 )
 
+target_option = click.option(
+    "--target",
+    metavar="URL",
+    envvar="RESILIENT_PERSIST",
+    show_envvar=True,
+    callback=check_url,
+    help="The persistent tier. Default: what the run's daemon here uses.",
+)
+
 
 @click.command()
 @click.option("--run-id", required=True, help="The run (--rdzv-id).")
@@ -33,14 +42,7 @@ _REMEDY: Final = (
     show_default=True,
     help="The slots of this host, or the persistent tier.",
 )
-@click.option(
-    "--target",
-    metavar="URL",
-    envvar="RESILIENT_PERSIST",
-    show_envvar=True,
-    callback=check_url,
-    help="The persistent tier. Default: what the run's daemon here uses.",
-)
+@target_option
 @click.option("--to", type=click.Path(path_type=Path), required=True, help="Directory (dcp) or file (torch) to write.")
 @click.option(
     "--format", "format_", type=click.Choice(["dcp", "torch"]), default="dcp", show_default=True, help="What to write."

@@ -21,7 +21,7 @@ _POSITIVE = Finite(min=0, min_open=True)
 def goodput(events: tuple[Path, ...], step_s: float | None, period_s: float | None, as_json: bool) -> None:
     """Show what each failure cost, from the files of --rr-events of all hosts.
 
-    --step adds the wasted time (Gemini chapter, Equation 6.1), --period the effective training time ratio.
+    --step adds the training that was repeated, --period the effective training time ratio.
     """
     try:
         ledger = read_ledger(events, step_s=step_s, period_s=period_s)

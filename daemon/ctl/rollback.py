@@ -10,7 +10,6 @@ from resilient_run.ckpt.errors import CheckpointError, DaemonError
 from resilient_run.ckpt.format.pair import Pair, is_import, pair_value
 
 from ..base.settings import Settings
-from ..base.spec import Finite
 from ..etcd.client import Etcd, EtcdConfig, EtcdError
 from ..run import keys
 from ..run.life import Life, Transaction
@@ -19,9 +18,9 @@ from ..run.records import Failure
 from ..run.rounds import Round
 from ..tier.persist_plan import PersistAnswer, PersistRequest
 from ..tier.tier import Tier, TierError, call
-from ..trust.secret import check_url
+from .drain import timeout_option
 from .etcd import check_run_id, etcd_options, parse_etcd
-from .export import job_of
+from .export import job_of, target_option
 
 _NAMED = 20
 
@@ -29,23 +28,8 @@ _NAMED = 20
 @click.command()
 @click.argument("run_id")
 @click.option("--to", "step", type=click.IntRange(min=0), required=True, help="The step.")
-@click.option(
-    "--target",
-    metavar="URL",
-    envvar="RESILIENT_PERSIST",
-    show_envvar=True,
-    callback=check_url,
-    help="The persistent tier. Default: that of the run's daemon here.",
-)
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=Finite(min=1),
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait.",
-)
+@target_option
+@timeout_option
 @etcd_options("127.0.0.1:2379")
 @click.pass_obj
 def rollback(

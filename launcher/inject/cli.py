@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 def _etcd_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
-        click.option("--rdzv-conf", default="", help="As for resilient-run."),
+        click.option("--rdzv-conf", default="", help="As for resilient-run: user, passwordfile, cacert, cert, key."),
         click.option("--rdzv-endpoint", required=True, help="The run's, as `resilientctl status` shows it."),
         click.option("--run-id", required=True, help="The run's --rdzv-id."),
     ):
