@@ -104,7 +104,7 @@ class Job:
             tmpfs=slots.directory,
             disks=disks,
             ask_peer=self._replicator.ask,
-            report=self._tree.report,
+            work=self._tree.work,
             supervisor=supervisor,
         )
         self._coordinator = Coordinator(

@@ -22,8 +22,8 @@ from .run.cpu_meter import cpu_seconds
 from .run.hang import HangDetector
 from .run.leased import LeasedKeys
 from .run.observation import Observation, report_observations
-from .run.report import Report
 from .run.view import JobView
+from .run.work import RankWork
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Observer:
         tmpfs: Directory of the slots.
         disks: Directories that need room, besides a local persistent tier.
         ask_peer: Returns once the daemon of a host has answered; raises `PeerError`.
-        report: Returns what all hosts have reported, on the root.
+        work: Returns what all ranks have computed, on the root.
         supervisor: Of the job's tasks.
 
     Attributes:
@@ -57,7 +57,7 @@ class Observer:
         tmpfs: Path,
         disks: Sequence[Path],
         ask_peer: Callable[[str], Awaitable[None]],
-        report: Callable[[], Report | None],
+        work: Callable[[], Mapping[int, RankWork]],
         supervisor: Supervisor,
     ) -> None:
         self.hang = HangDetector(policy.detect)
@@ -69,7 +69,7 @@ class Observer:
         self._tmpfs = tmpfs
         self._disks = [*disks, *local_directory(policy.persist.target)]
         self._reach = Reach(view, ask_peer, policy.detect.peer_unreachable_s)
-        self._report = report
+        self._work = work
         self._stragglers = Stragglers(policy.detect)
         self._wrong: dict[str, Mapping[str, Observation]] = {}
 
@@ -129,9 +129,8 @@ class Observer:
 
     def _slow_ranks(self) -> Iterator[Measure]:
         """Yield which ranks of the run are slow, none where this host is not the root."""
-        report = self._report() if self._view.is_root else None
-        if report is not None and self._view.round is not None:
-            self._stragglers.hear(report.term[0], report.work)
+        if self._view.is_root and self._view.round is not None:
+            self._stragglers.hear(self._view.generation, self._work())
             yield from self._stragglers.measures(self._view.round)
 
     async def _watch_host(self) -> None:

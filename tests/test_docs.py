@@ -106,7 +106,7 @@ LONGEST = {
     ("comparison.md",): 1400,
     ("measurements.md",): 1800,
     ("glossary.md",): 900,
-    ("commands.md",): 3000,
+    ("commands.md",): 3050,
     tuple(str(page.relative_to(DOCS)) for page in sorted(DOCS.rglob("*.md")) if page.name != "messages.md"): 50000,
 }
 """How many words pages have together at most. The page of messages is not read but searched, and quotes the source."""

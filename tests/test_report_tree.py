@@ -57,7 +57,6 @@ def test_the_root_hears_what_holds_for_all(data: st.DataObject, hosts: int) -> N
                 st.dictionaries(st.sampled_from([Pair(1, step) for step in (6, 7)]), st.just(Unhealthy(5, rank)))
             ),
             claims={(1, 5): {"s": {DigestClaim(mask="m", digest=data.draw(st.sampled_from("xy"))): ((rank, rank),)}}},
-            work={rank: RankWork(step=5, worked_s=0.5 * rank, at_s=9.0, state_bytes=1)},
         )
         for rank, host in enumerate(tree.round.hosts)
     }
@@ -76,7 +75,6 @@ def test_the_root_hears_what_holds_for_all(data: st.DataObject, hosts: int) -> N
         assert set(report.absent) >= silent
     else:
         assert (report.absent, report.complete) == ((), common)
-        assert report.work.keys() == set(range(hosts))
         missed = [one.missed for one in own.values() if one.missed]
         late = (
             Missed(next=(1, 6), step=max(it.step for it in missed), late=any(it.late for it in missed))
@@ -175,6 +173,24 @@ def test_a_step_of_many_hosts_is_known_everywhere() -> None:
                 host.hold(5)
         last.hold(5)
         await everywhere(process, "host0", 5)
+
+    run_tree(40, scenario)
+
+
+@pytest.mark.jobs
+def test_the_root_hears_what_all_ranks_have_computed_and_keeps_it_between_steps() -> None:
+    async def scenario(process: Process) -> None:
+        top = process.hosts["host0"]
+        for step in (4, 8):
+            noted = {rank: RankWork(step, 0.5 * rank, 9.0, 1) for rank in range(len(process.hosts))}
+            for rank, host in enumerate(process.hosts.values()):
+                host.view.work = {rank: noted[rank]}
+            while top.tree.work() != noted:
+                await asyncio.sleep(0.05)
+            await everywhere(process, "host0", step)
+            assert top.tree.work() == noted
+        lead(process, "host0", TERM[1] + 1)
+        assert top.tree.work() == {0: noted[0]}, "reports of another term"
 
     run_tree(40, scenario)
 

@@ -65,7 +65,7 @@ class Stragglers:
         """Take what ranks have computed in `generation` as of their last points."""
         if generation != self._generation:
             self._begin(generation)
-        if work is self._heard:
+        if work == self._heard:
             return
         self._heard = work
         for rank, point in work.items():

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 
 from resilient_run.ckpt.errors import DaemonError, WireError
 from resilient_run.ckpt.format import wire
@@ -17,6 +18,7 @@ from resilient_run.ckpt.format.pair import Pair
 from ..base.supervise import first
 from ..run.report import MAX_REPORT_BYTES, Claims, Report, Said, Term, Tree, added, complete
 from ..run.view import JobView
+from ..run.work import RankWork
 from ..slots.slots import JobSlots
 from ..trust.secure import SecureSocket
 from .fetch import PeerError
@@ -28,6 +30,8 @@ _SILENT_S = 5.0
 """So long without a word, a link is broken: as long as a lease of etcd."""
 _AVOIDED_S = 10.0
 _RETRY_S = 0.3
+_WORK_S = 0.5
+"""Half of what is between two notes of a rank's work, of which none is to be lost on the way."""
 
 
 _Link = tuple[str, SecureSocket]
@@ -97,11 +101,16 @@ class ReportTree:
         missed = view.missed if view.missed is not None and view.missed.next == view.agreed.next else None
         claims = self._claims(pair for pair in pairs if pair[0] == view.generation)
         unhealthy = {pair: told for pair, told in view.unhealthy_here.items() if pair.generation == view.generation}
-        own = Report(term=term, complete=pairs, missed=missed, claims=claims, unhealthy=unhealthy, work=view.work)
+        own = Report(term=term, complete=pairs, missed=missed, claims=claims, unhealthy=unhealthy)
         below = (*tree.below(view.host), *(sorted(self.beside) if view.is_root else ()))
         if (own, below, self._heard) != self._added[0]:
             self._added = (own, below, self._heard), added(own, below, self._reports)
         return self._added[1]
+
+    def work(self) -> dict[int, RankWork]:
+        """Return what the ranks of this host and of all below it have computed, by rank, as far as that is known."""
+        below = (report.work for report in self._reports.values() if report.term == self.term)
+        return {rank: point for work in (self._view.work, *below) for rank, point in work.items()}
 
     def say(self, said: Said) -> None:
         """Let this host, and all below it, know what the root says."""
@@ -150,8 +159,10 @@ class ReportTree:
         while (message := await sock.receive_message(MAX_REPORT_BYTES, _SILENT_S)) is not None:
             if self._links.get(host) is not link:
                 return
-            report = Report.parse(message)
-            if self._reports.get(host) != report:
+            report, known = Report.parse(message), self._reports.get(host)
+            if known is not None and known.term == report.term and not report.work:
+                report = replace(report, work=known.work)
+            if known != report:
                 self._take(host, report)
 
     def _take(self, host: str, report: Report | None) -> None:
@@ -187,8 +198,12 @@ class ReportTree:
             sock.close()
 
     async def _send_reports(self, host: str, sock: SecureSocket) -> None:
-        """Report whenever there is more to say, and again and again."""
+        """Report whenever there is more to say, and again and again.
+
+        What ranks have computed is long and in no hurry: no step waits for it.
+        """
         told: Report | None = None
+        clock, sent, sent_s = asyncio.get_running_loop().time, dict[int, RankWork](), 0.0
         address = self._view.addresses.get(host)
 
         def is_over() -> bool:
@@ -207,7 +222,10 @@ class ReportTree:
             told = self.report()
             if told is None or is_over():
                 return
-            await sock.send_all(wire.encode(told.to_value(), MAX_REPORT_BYTES))
+            message = told
+            if clock() >= sent_s + _WORK_S and (work := self.work()) != sent:
+                message, sent, sent_s = replace(told, work=work), work, clock()
+            await sock.send_all(wire.encode(message.to_value(), MAX_REPORT_BYTES))
 
     async def _nearer(self, host: str) -> _Link:
         """Return a link to a host above that is nearer than `host`, as soon as one can be reached."""

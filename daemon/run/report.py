@@ -132,7 +132,7 @@ class Report(Record):
         claims: The digests of what is complete.
         unhealthy: Steps that one of their ranks calls unhealthy.
         absent: Hosts directly below one of them that it has not heard of: nothing is said of those.
-        work: Rank → what it has computed.
+        work: Rank → what it has computed; empty where that is not said now.
     """
 
     term: Term = limited(inline=True, read=_read_term, write=_term_value)
@@ -202,7 +202,6 @@ def added(own: Report, below: Iterable[str], reports: Mapping[str, Report]) -> R
         claims={pair: _joined(report.claims.get(pair, {}) for report in found) for pair in sorted(common)},
         unhealthy=joined_unhealthy(*(report.unhealthy for report in found)),
         absent=tuple(sorted(absent)),
-        work={rank: point for report in found for rank, point in report.work.items()},
     )
 
 
