@@ -99,7 +99,7 @@ def test_every_change_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         tmpfs=Path(),
         disks=(),
         ask_peer=nobody,
-        report=lambda: None,
+        work=dict,
         supervisor=Supervisor("a"),
     )
     worse = replace(SEEN, severity="fail")
