@@ -472,7 +472,7 @@ class Checkpointer:
     def _on_agreed(self, capturer: Capturer, message: Message) -> None:
         next_ = read_pair(message["next"])
         assert next_ is not None
-        capturer.on_agreed(read_pair(message["watermark"]), next_)
+        capturer.on_agreed(read_pair(message["watermark"]), next_, [Pair(*each) for each in message["older"]])
         if self._pace is not None:
             self._pace.protection.committed()
 

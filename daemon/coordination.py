@@ -23,7 +23,7 @@ from .root.root import Root
 from .run import keys
 from .run.commit import HeldPair
 from .run.leased import LeasedKeys
-from .run.mirror import Mirror, host_name, of, pair_of_entry
+from .run.mirror import Mirror, host_name, of, pair_of_entry, parse_pairs
 from .run.observation import Observation
 from .run.records import Agreement, Introduction
 from .run.report import Said
@@ -243,7 +243,7 @@ class Coordinator:
             if self._persister is not None:
                 await self._persister.see(said.persist)
             self._view.watermark, self._view.watermark_revision = said.watermark, said.watermark_revision
-            self._view.next = said.next
+            self._view.next, self._view.older = said.next, said.older
             await self._view.wait_for(lambda: self._tree.said not in (None, said))  # noqa: B023
             said = self._tree.said or said
 
@@ -268,6 +268,7 @@ class Coordinator:
             watermark=pair_of_entry(watermark, keys.WATERMARK),
             watermark_revision=0 if watermark is None else watermark.revision,
             next=pair_of_entry(said.get(keys.NEXT), keys.NEXT),
+            older=() if (older := said.get(keys.OLDER)) is None else parse_pairs(older.value),
             persist=None if persist is None else persist.value,
         )
 
@@ -306,6 +307,7 @@ class Coordinator:
                 tree=self._tree,
                 policy=self._policy.root,
                 corruption=self._policy.detect.corruption,
+                keep_every=self._policy.replication.keep_every,
                 digests=self._digests,
                 observe=self._observe,
                 operator=make_operator(self._policy.root),

@@ -95,6 +95,7 @@ class Jobs:
                 host=spec.host,
                 incarnation=None,
                 replicas=spec.replicas,
+                keep=spec.policy.replication.keep,
                 attached=False,
                 launcher_pid=pid,
                 launcher_ticks=_ticks_of(pid),

@@ -117,6 +117,7 @@ class ResilientAgent(LocalElasticAgent):
             allow_different=run_config.allow_different_script,
             elastic_s=run_config.elastic_s,
             sizes=run_config.sizes,
+            keep=run_config.policy.replication.keep,
             persisted=self._persisted,
         )
         # The wait of the monitoring loop happens in `_monitor_workers`, where it can be interrupted.

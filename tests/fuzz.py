@@ -109,7 +109,7 @@ def json_targets() -> list[Target]:
     round_ = Round(generation=2, seats=(seat, Seat(host="b", session="t", nproc=2)), restore=(1, 5))
     failure = Failure(generation=1, host="a", kind="worker_exit", rank=0, pid=7, exitcode=-9, unix_s=1.0, message="m")
     pair = {"generation": 1, "step": 5}
-    agreed = {"watermark": pair, "next": {"generation": 1, "step": 6}}
+    agreed = {"watermark": pair, "next": {"generation": 1, "step": 6}, "older": []}
     offer = {"rank": 0, **pair, "used_bytes": 1 << 20, "payload_offset": 8192, **agreed, "patience_s": 0.5}
     observation = {"kind": "disk", "severity": "warn", "rank": None, "generation": 1, "step": None, "value": 1.0}
     observation |= {"limit": 5.0, "message": "little room", "unix_s": 1.0}

@@ -223,7 +223,7 @@ def speakers(hosts: Hosts, other: Host) -> list[Speaker | Tamperer]:
     """Return everybody who speaks to the daemon of host a, on which `other` is the host of a second run."""
     peers, path = peer_address(hosts, "a"), str(hosts["a"].socket_path)
     pair, ask = {"generation": 1, "step": 1}, {"id": 7, "op": "have", "rank": 0, "generation": 1, "step": 1}
-    agreed = {"watermark": pair, "next": {"generation": 1, "step": 2}}
+    agreed = {"watermark": pair, "next": {"generation": 1, "step": 2}, "older": []}
     payload_offset, used_bytes = plan_layout(len(MANIFEST), PAYLOAD_BYTES)
     size = {"payload_offset": payload_offset, "used_bytes": used_bytes}
     of_peers = [

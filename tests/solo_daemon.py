@@ -111,7 +111,7 @@ class SoloDaemon:
     def _say(self, *, next_: tuple[int, int]) -> None:
         self.next = next_
         for connection in self._connections:
-            agreed = {"watermark": _pair(self.watermark), "next": _pair(next_)}
+            agreed = {"watermark": _pair(self.watermark), "next": _pair(next_), "older": []}
             with contextlib.suppress(OSError):  # this trainer is gone
                 connection.sendall(encode({"op": "watermark", **agreed}))
         self.changed.notify_all()
@@ -187,7 +187,7 @@ class SoloDaemon:
                 committed = max((pair for pair in (self.plan, self.watermark) if pair), default=None)
                 following = (message["generation"], 1 if committed is None else committed[1] + 1)
                 next_ = self.next if self.next and self.next[0] == message["generation"] else following
-                answer = {"restore": _pair(self.plan), "watermark": _pair(committed), "next": _pair(next_)}
+                answer = {"restore": _pair(self.plan), "watermark": _pair(committed), "next": _pair(next_), "older": []}
                 return {"ok": True, **answer, "eager": self.eager, "replication": self.replication}
             case "eager":
                 self.eager.append(message["name"])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from seats import everywhere, seats
 from solo_daemon import SoloDaemon
 
-from resilient_run.ckpt.capture.slots import TwoSlots
+from resilient_run.ckpt.capture.slots import RankSlots
 from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import Slot
 from resilient_run.daemon.run.commit import Agreed, Lead, advance
@@ -29,7 +29,7 @@ ROUND = Round(generation=2, seats=seats("abc"), restore=(1, 4), revision=1)
 class Run:
     """A run of three ranks whose steps take one unit of time; a message of rank r takes `delays[r]` each way."""
 
-    def __init__(self, pairs: list[TwoSlots]) -> None:
+    def __init__(self, pairs: list[RankSlots]) -> None:
         self.pairs = pairs
         self.delays = [0.1] * RANKS
         self.now = 4.0
@@ -143,7 +143,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def _run(files: list[Path]) -> Iterator[Run]:
     pairs = []
     for directory in files:
-        pair = TwoSlots(SoloDaemon(directory).env(generation=2, world_size=RANKS))
+        pair = RankSlots(SoloDaemon(directory).env(generation=2, world_size=RANKS))
         pair.use(pair.map([str(directory / str(index)) for index in range(2)], pin=False))
         pairs.append(pair)
     yield Run(pairs)

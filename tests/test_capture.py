@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from resilient_run.ckpt.capture import copying
 from resilient_run.ckpt.capture.copying import CapturePlan, Copier
-from resilient_run.ckpt.capture.slots import MappedSlot, TwoSlots
+from resilient_run.ckpt.capture.slots import MappedSlot, RankSlots
 from resilient_run.ckpt.checkpointer import Checkpointer
 from resilient_run.ckpt.errors import StateError
 from resilient_run.ckpt.format.digests import Digester
@@ -67,17 +67,17 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 # Which slot may be overwritten.
 
 
-def _pair(directory: Path, *, world_size: int) -> TwoSlots:
+def _pair(directory: Path, *, world_size: int) -> RankSlots:
     paths = [str(directory / f"{index}") for index in range(2)]
     for path in paths:
         Slot.create(path, capacity_bytes=12288, payload_offset=8192).close()
-    made = TwoSlots(SoloDaemon(directory).env(generation=2, world_size=world_size))
+    made = RankSlots(SoloDaemon(directory).env(generation=2, world_size=world_size))
     made.use(made.map(paths, pin=False))
     return made
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[TwoSlots]:
+def pair(tmp_path: Path) -> Iterator[RankSlots]:
     made = _pair(tmp_path, world_size=2)
     yield made
     made.close()
@@ -102,7 +102,7 @@ def pair(tmp_path: Path) -> Iterator[TwoSlots]:
     ],
 )
 def test_the_slot_that_a_capture_overwrites(
-    pair: TwoSlots, held: tuple[W, W], watermark: W, next_: int, expected: int
+    pair: RankSlots, held: tuple[W, W], watermark: W, next_: int, expected: int
 ) -> None:
     for mapped, version in zip(pair.slots, held, strict=True):
         mapped.held = version
@@ -114,7 +114,18 @@ def test_the_slot_that_a_capture_overwrites(
     assert pair.take(next_ + 1) is None, "one capture is made each time"
 
 
-def test_a_capture_that_is_heard_of_too_late_is_missed(pair: TwoSlots) -> None:
+def test_an_older_step_that_stays_is_not_overwritten(pair: RankSlots) -> None:
+    for mapped, version in zip(pair.slots, ((1, 3), (2, 5)), strict=True):
+        mapped.held = version
+    pair.hear((2, 5), (2, 6), [(1, 3)])
+    assert pair.take(6) is None
+    pair.hear((2, 4), (2, 5), [])
+    assert pair.take(6) is None, "older news do not count"
+    pair.hear((2, 5), (2, 7), [])
+    assert pair.take(7) is pair.slots[0]
+
+
+def test_a_capture_that_is_heard_of_too_late_is_missed(pair: RankSlots) -> None:
     pair.hear(None, (2, 3))
     assert [pair.wants(step) for step in (1, 2, 3)] == [False, False, True]
     pair.give_up(2)
@@ -139,7 +150,7 @@ def test_a_capture_that_is_heard_of_too_late_is_missed(pair: TwoSlots) -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_capture_whose_slot_is_lost_is_missed(pair: TwoSlots, tmp_path: Path, lost: bool) -> None:
+def test_a_capture_whose_slot_is_lost_is_missed(pair: RankSlots, tmp_path: Path, lost: bool) -> None:
     """Slots of another size take the place of those that hold it; the daemon keeps these until it is decided."""
     taken = pair.take(1)
     assert taken is not None

@@ -23,7 +23,6 @@ from resilient_run.daemon.run.commit import Agreed, advance, is_dead
 from resilient_run.daemon.run.rounds import Round
 
 REPLICAS = 2
-SLOTS = 2
 
 Slots = frozenset[tuple[str, int, Pair, Pair | None]]
 """(host, rank, pair, the pair that its trainer had restored): the last one stands for the content."""
@@ -39,6 +38,7 @@ class Game:
     steps: int
     generations: int
     begins_committed: bool = False
+    keep: int = 1
 
     def label(self, host: str) -> str:
         return self.racks[(self.hosts + self.newcomers).index(host)]
@@ -58,31 +58,36 @@ class World:
     reports: frozenset[tuple[str, int, Pair]]
     next: int
     """The step from which on the next capture is made."""
-    known: tuple[tuple[Pair | None, int], ...]
-    """Rank → the watermark and `next` that its host has heard of."""
+    known: tuple[tuple[Pair | None, int, tuple[Pair, ...]], ...]
+    """Rank → the watermark, `next` and the older pairs that its host has heard of."""
     taken: tuple[int, ...]
     """Rank → the step that its trainer has captured last."""
     missed: frozenset[tuple[str, int, int]] = frozenset()
     """(host, what its rank has missed, the step that it had completed then), in etcd."""
     writes: int = 0
     """Revision of the watermark and of `next` in one count, so that one number guards both."""
-    commit: tuple[Pair | None, int, int, int] | None = None
-    """What the root is about to write: pair, next, and the generation and the writes that it saw."""
+    commit: tuple[Pair | None, int, tuple[Pair, ...], int, int] | None = None
+    """What the root is about to write: pair, next, older, and the generation and the writes that it saw."""
     forming: tuple[Pair | None, Pair | None] | None = None
     """What a launcher read before it forms the next round: the watermark (which stands for its revision too)."""
     lost: str = ""
+    older: tuple[Pair, ...] = ()
+    base: tuple[Pair, ...] = ()
+    """The older pairs of the round."""
+    rolled_back: bool = False
 
     def agreed(self, rank: int) -> Agreed:
-        committed, following = self.known[rank]
-        return Agreed(committed=committed, next=(self.generation, following))
+        committed, following, older = self.known[rank]
+        return Agreed(committed=committed, next=(self.generation, following), older=older)
 
 
 @cache
-def round_of(game: Game, members: str, generation: int, restore: Pair | None) -> Round:
+def round_of(game: Game, members: str, generation: int, restore: Pair | None, older: tuple[Pair, ...] = ()) -> Round:
     return Round(
         generation=generation,
         seats=seats(members, labels=tuple(map(game.label, members))),
         restore=restore,
+        older=older,
         revision=generation,
     )
 
@@ -91,20 +96,21 @@ def held(slots: Slots, host: str, rank: int) -> list[Pair]:
     return sorted(pair for owner, kept, pair, _ in slots if (owner, kept) == (host, rank))
 
 
-def room(slots: Slots, host: str, rank: int, agreed: Agreed) -> Slots | None:
-    """Return the slots with one of `rank` at `host` free, None when both must stay."""
+def room(game: Game, slots: Slots, host: str, rank: int, agreed: Agreed) -> Slots | None:
+    """Return the slots with one of `rank` at `host` free, None when all must stay."""
     pairs = held(slots, host, rank)
-    if len(pairs) < SLOTS:
+    if len(pairs) <= game.keep:
         return slots
     free = [pair for pair in pairs if agreed.may_overwrite(pair)]
     if not free:
         return None
-    return frozenset(slot for slot in slots if slot[:3] != (host, rank, free[0]))
+    # The newest of them is the worst choice.
+    return frozenset(slot for slot in slots if slot[:3] != (host, rank, free[-1]))
 
 
 def moves(game: Game, world: World) -> Iterator[tuple[str, World]]:
     """Yield everything that can happen next."""
-    round_ = round_of(game, world.members, world.generation, world.restore)
+    round_ = round_of(game, world.members, world.generation, world.restore, world.base)
     present = [host for host in world.members if host not in world.lost]
     for rank, host in enumerate(world.members):
         if host in world.lost:
@@ -112,7 +118,7 @@ def moves(game: Game, world: World) -> Iterator[tuple[str, World]]:
         yield from _trainer(game, world, rank, host)
         for holder in round_.holders(rank, REPLICAS):
             if holder in present:
-                yield from _replica(world, rank, host, holder)
+                yield from _replica(game, world, rank, host, holder)
     yield from _memory(world, round_, present)
     yield from _etcd(game, world, round_, present)
 
@@ -120,8 +126,9 @@ def moves(game: Game, world: World) -> Iterator[tuple[str, World]]:
 def _trainer(game: Game, world: World, rank: int, host: str) -> Iterator[tuple[str, World]]:
     """Steps with and without a capture, as ranks make that wait for each other; news, and missed captures."""
     mine, done = held(world.slots, host, rank), world.done[rank]
-    if world.known[rank] != (world.watermark, world.next):
-        news = (*world.known[:rank], (world.watermark, world.next), *world.known[rank + 1 :])
+    said = world.watermark, world.next, world.older
+    if world.known[rank] != said and not world.rolled_back:
+        news = (*world.known[:rank], said, *world.known[rank + 1 :])
         yield f"rank {rank} hears", replace(world, known=news)
     following = world.known[rank][1]
     missed = world.taken[rank] < following <= done
@@ -135,14 +142,14 @@ def _trainer(game: Game, world: World, rank: int, host: str) -> Iterator[tuple[s
     if world.taken[rank] >= following or missed or done + 1 < following:
         yield f"rank {rank} skips {done + 1}", after
         return
-    free = room(world.slots, host, rank, world.agreed(rank))
+    free = room(game, world.slots, host, rank, world.agreed(rank))
     assert free is not None, f"rank {rank} has no slot for step {done + 1}: {world}"
     made = (host, rank, (world.generation, done + 1), world.restore)
     taken = (*world.taken[:rank], done + 1, *world.taken[rank + 1 :])
     yield f"rank {rank} captures {done + 1}", replace(after, slots=free | {made}, taken=taken)
 
 
-def _replica(world: World, rank: int, owner: str, holder: str) -> Iterator[tuple[str, World]]:
+def _replica(game: Game, world: World, rank: int, owner: str, holder: str) -> Iterator[tuple[str, World]]:
     """A holder fetches the owner's newest capture, or anyone's copy of what the round restores."""
     mine = held(world.slots, holder, rank)
     wanted = [slot for slot in world.slots if slot[0] == owner and slot[1] == rank and slot[2][0] == world.generation]
@@ -150,7 +157,7 @@ def _replica(world: World, rank: int, owner: str, holder: str) -> Iterator[tuple
         wanted += [slot for slot in world.slots if slot[1:3] == (rank, world.restore)][:1]
     for _, _, pair, content in wanted[-2:]:
         agreed = world.agreed(rank).or_later(world.agreed(world.members.index(holder)))
-        free = room(world.slots, holder, rank, agreed)
+        free = room(game, world.slots, holder, rank, agreed)
         if (
             pair not in mine
             and free is not None
@@ -180,25 +187,32 @@ def _etcd(game: Game, world: World, round_: Round, present: list[str]) -> Iterat
     seen: dict[str, dict[int, set[Pair]]] = {host: {} for host in world.members}
     for host, rank, pair in world.reports:
         seen.setdefault(host, {}).setdefault(rank, set()).add(pair)
-    agreed = Agreed(committed=world.watermark, next=(world.generation, world.next))
-    pair = advance(agreed, everywhere(round_, REPLICAS, seen))
+    ours = world.watermark is not None and world.watermark[0] == world.generation
+    older = world.older if ours else world.base
+    agreed = Agreed(committed=world.watermark, next=(world.generation, world.next), older=older)
+    complete = everywhere(round_, REPLICAS, seen)
+    pair = advance(agreed, complete)
     missed = [step for _, following, step in world.missed if following == world.next]
-    if pair is not None or missed:
+    if (pair is not None or missed) and not world.rolled_back:
         following = max([world.done[0], *([pair[1]] if pair else missed)]) + 1
-        decided = (pair, following, world.generation, world.writes)
+        older = agreed.older_after(complete, keep=game.keep, every=1) if pair else world.older
+        decided = (pair, following, older, world.generation, world.writes)
         if decided != world.commit:
             yield "the root decides", replace(world, commit=decided)
     if world.commit is not None:
-        pair, following, generation, writes = world.commit
+        pair, following, older, generation, writes = world.commit
         if (generation, writes) != (world.generation, world.writes):
             yield "the root is refused", replace(world, commit=None)
         elif pair is None:
             yield "the root goes on", replace(world, next=following, writes=world.writes + 1, commit=None)
         else:
             written = {"next": following, "writes": world.writes + 1, "commit": None}
-            yield "the root commits", replace(world, watermark=pair, **written)
+            yield "the root commits", replace(world, watermark=pair, older=older, **written)
     if world.generation >= game.generations:
         return
+    for back in world.older if ours else ():
+        written = {"writes": world.writes + 1, "rolled_back": True}
+        yield "somebody goes back", replace(world, watermark=back, **written)
     if not world.lost and _replicated(world, round_):
         for host in world.members:
             slots = frozenset(slot for slot in world.slots if slot[0] != host)
@@ -216,7 +230,10 @@ def _formed(game: Game, world: World) -> World:
     fresh = next((host for host in game.newcomers if host not in world.members), "")
     members = world.members.replace(world.lost, fresh) if world.lost else world.members
     restore = world.forming[0] if world.forming else None
-    round_ = round_of(game, members, world.generation + 1, restore)
+    before = tuple(pair for pair in world.older if restore is not None and pair < restore)
+    base = before[max(0, len(before) - game.keep + 1) :]
+    round_ = round_of(game, members, world.generation + 1, restore, base)
+    agreed = Agreed.of(round_, restore, None)
     return replace(
         world,
         generation=round_.generation,
@@ -224,8 +241,10 @@ def _formed(game: Game, world: World) -> World:
         restore=restore,
         slots=frozenset(slot for slot in world.slots if not is_dead(slot[2], round_)),
         done=(restore[1] if restore else 0,) * len(members),
-        next=Agreed.of(round_, restore, None).next[1],
-        known=((restore, Agreed.of(round_, restore, None).next[1]),) * len(members),
+        next=agreed.next[1],
+        known=((restore, agreed.next[1], agreed.older),) * len(members),
+        base=base,
+        rolled_back=False,
         taken=(0,) * len(members),
         missed=frozenset(),
         forming=None,
@@ -253,18 +272,21 @@ def restorable(world: World, before: World) -> None:
 
 def same_restore(world: World, before: World) -> None:
     """(3) The plan of a round is final: what it restores stays the watermark until the round itself commits."""
-    assert world.watermark == world.restore or (world.watermark and world.watermark[0] == world.generation)
+    if not world.rolled_back:
+        assert world.watermark == world.restore or (world.watermark and world.watermark[0] == world.generation)
     assert {slot[3] for slot in world.slots if slot[2][0] == world.generation} <= {world.restore}
 
 
 def no_dead_timeline(world: World, before: World) -> None:
     """(4) Nothing in memory is of a timeline that the round has left."""
     generations = {slot[2] for slot in world.slots if slot[2][0] != world.generation}
-    assert generations <= {world.restore}
+    assert generations <= {world.restore, *world.base}
 
 
 def never_back(world: World, before: World) -> None:
-    """(5) The watermark only grows."""
+    """(5) The watermark only grows, unless somebody goes back."""
+    if world.rolled_back and not before.rolled_back:
+        return
     assert before.watermark is None or (world.watermark is not None and world.watermark >= before.watermark)
 
 
@@ -275,12 +297,22 @@ def same_content(world: World, before: World) -> None:
         assert contents.setdefault((rank, pair), content) == content
 
 
+def older_stay(world: World, before: World) -> None:
+    """(7) Whoever must hold a rank has all that somebody may go back to."""
+    if world.watermark is None or world.watermark[0] != world.generation or world.rolled_back:
+        return
+    for pair in world.older:
+        for rank, host in enumerate(world.members):
+            assert host in world.lost or pair in held(world.slots, host, rank), f"{host} has no {pair} of rank {rank}"
+
+
 INVARIANTS: tuple[Callable[[World, World], None], ...] = (
     restorable,
     same_restore,
     no_dead_timeline,
     never_back,
     same_content,
+    older_stay,
 )
 
 
@@ -309,18 +341,20 @@ def explore(game: Game, limit: int) -> tuple[int, set[str]]:
 
 
 def _begin(game: Game) -> World:
-    """Return the world before the first step, or the one in which step 1 is committed and everybody knows."""
+    """Return the world before the first step, or one in which as much as is kept is committed, and everybody knows."""
     ranks = range(len(game.hosts))
-    zeros, news = tuple(0 for _ in ranks), tuple((None, 1) for _ in ranks)
+    zeros, news = tuple(0 for _ in ranks), tuple((None, 1, ()) for _ in ranks)
     start = World(1, game.hosts, None, None, frozenset(), zeros, frozenset(), 1, news, zeros)
     if not game.begins_committed:
         return start
     holders = round_of(game, game.hosts, 1, None).holders_by_host(REPLICAS)
-    slots: Slots = frozenset((host, rank, (1, 1), None) for rank in ranks for host in holders[rank])
-    reports = frozenset(slot[:3] for slot in slots)
-    ones, news = tuple(1 for _ in ranks), tuple(((1, 1), 2) for _ in ranks)
-    start = replace(start, watermark=(1, 1), slots=slots, reports=reports, writes=1)
-    return replace(start, done=ones, next=2, known=news, taken=ones)
+    newest = 1 if game.keep == 1 else game.keep + 1  # then all slots are in use
+    made = [Pair(1, step) for step in range(1, newest + 1)]
+    slots: Slots = frozenset((host, rank, pair, None) for pair in made for rank in ranks for host in holders[rank])
+    reports, older = frozenset(slot[:3] for slot in slots), tuple(made[-game.keep : -1])
+    steps, news = tuple(newest for _ in ranks), tuple((made[-1], newest + 1, older) for _ in ranks)
+    start = replace(start, watermark=made[-1], older=older, slots=slots, reports=reports, writes=1)
+    return replace(start, done=steps, next=newest + 1, known=news, taken=steps)
 
 
 def _history(came_from: dict[World, tuple[World, str] | None], world: World) -> str:
@@ -333,6 +367,7 @@ def _history(came_from: dict[World, tuple[World, str] | None], world: World) -> 
 
 TWO_HOSTS = Game("ab", "c", "xyx", steps=2, generations=2)
 LATE = Game("ab", "c", "xxx", steps=5, generations=1, begins_committed=True)
+BACK = Game("ab", "c", "xyx", steps=5, generations=2, begins_committed=True, keep=2)
 MOVES = Game("abc", "de", "xxyyx", steps=1, generations=3, begins_committed=True)
 
 
@@ -342,8 +377,9 @@ MOVES = Game("abc", "de", "xxyyx", steps=1, generations=3, begins_committed=True
         (TWO_HOSTS, {"is lost", "the root commits", "the root is refused", "no round is formed", "round is formed"}),
         (LATE, {"rank skips", "rank hears", "rank misses", "the root goes on", "the root commits"}),
         (MOVES, {"hands rank over", "is lost", "round is formed"}),
+        (BACK, {"somebody goes back", "round is formed", "the root commits"}),
     ],
-    ids=["two hosts", "late news", "replicas move"],
+    ids=["two hosts", "late news", "replicas move", "older steps"],
 )
 def test_invariants_hold_in_every_interleaving(game: Game, expected: set[str]) -> None:
     worlds, happened = explore(game, 20_000)
@@ -371,6 +407,13 @@ def test_the_model_notices_a_slot_that_is_overwritten_too_early(monkeypatch: pyt
     monkeypatch.setattr(Agreed, "may_overwrite", lambda agreed, pair: True)
     with pytest.raises(AssertionError, match=r"^\(2\)"):
         explore(LATE, 20_000)
+
+
+def test_the_model_notices_an_older_pair_that_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    committed_only = Agreed.may_overwrite
+    monkeypatch.setattr(Agreed, "may_overwrite", lambda agreed, pair: committed_only(replace(agreed, older=()), pair))
+    with pytest.raises(AssertionError, match=r"^\((2|7)\)"):
+        explore(BACK, 20_000)
 
 
 def test_the_model_notices_a_commit_that_nothing_guards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_daemons_follow_all_but_what_goes_to_the_root_in_one_range() -> None:
     others = [name for name in known() if not name.startswith(keys.STATE)]
     assert max(others) < keys.STATE
     root_alone = {keys.HELD(), keys.OBSERVATIONS(), keys.PERSISTED, keys.ANSWERS()}
-    root_alone |= {keys.WATERMARK, keys.NEXT, keys.PERSIST}
+    root_alone |= {keys.WATERMARK, keys.NEXT, keys.OLDER, keys.PERSIST}
     assert root_alone == {*known()}.difference(others)
 
 

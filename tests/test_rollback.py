@@ -1,5 +1,6 @@
 """`resilientctl rollback` on real daemons and whole jobs, and what it refuses."""
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,10 +29,11 @@ def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
     made.close()
 
 
-def rollback(run_id: str, endpoint: str, step: int, *options: str) -> tuple[int, str]:
+def rollback(run_id: str, endpoint: str, step: int, *options: str, run_dir: Path | None = None) -> tuple[int, str]:
     """Return exit code and output of the command."""
     command = ["rollback", run_id, "--to", str(step), "--etcd-endpoint", endpoint, *options]
-    done = CliRunner().invoke(resilientctl, command)
+    environ = None if run_dir is None else {"RESILIENT_RUN_DIR": str(run_dir)}
+    done = CliRunner().invoke(resilientctl, command, env=environ)
     return done.exit_code, done.output
 
 
@@ -76,18 +78,32 @@ def test_all_go_back_and_nothing_later_counts(hosts: Hosts, etcd_config: EtcdCon
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
-def test_a_run_goes_back_and_ends_as_if_nothing_had_been(tmp_path: Path, etcd_endpoint: str, nnodes: int) -> None:
+@pytest.mark.parametrize("is_persisted", [True, False], ids=["tier", "memory"])
+def test_a_run_goes_back_and_ends_as_if_nothing_had_been(
+    tmp_path: Path, etcd_endpoint: str, nnodes: int, is_persisted: bool
+) -> None:
     cluster, gate, target = Cluster(tmp_path), Gate(tmp_path / "gate"), tmp_path / "tier"
-    (tmp_path / "rr.toml").write_text(f'[persist]\ntarget = "{target}"\nevery_steps = 4\nevery_s = 0\nkeep = 9\n')
+    tables = f'[persist]\ntarget = "{target}"\nevery_steps = 4\nevery_s = 0\nkeep = 9\n'
+    (tmp_path / "rr.toml").write_text(tables if is_persisted else "[replication]\nkeep = 4\nkeep_every = 2\n")
     arguments = on_etcd(etcd_endpoint, cluster.name, nnodes=nnodes, nproc=2 // nnodes)
     hosts, tier = [cluster.host(name) for name in "ab"[:nnodes]], Tier(str(target), cluster.name)
     try:
         for host in hosts:
             host.launch([*arguments, "--rr-config", str(tmp_path / "rr.toml")], gate.script)
-        gated.train_to(12, gate, hosts, hosts[0].run_dir / "resilientd.sock")
-        wait_until(lambda: len(tier.published()) > 1, timeout_s=60, what="published steps", host=hosts[0])
-        _, step = tier.published()[-2]
-        code, output = rollback(cluster.name, etcd_endpoint, step, "--target", str(target), "--timeout", "100")
+        run_dir = hosts[0].run_dir
+        gated.train_to(12, gate, hosts, run_dir / "resilientd.sock")
+        if is_persisted:
+            wait_until(lambda: len(tier.published()) > 1, timeout_s=60, what="published steps", host=hosts[0])
+            _, step = tier.published()[-2]
+        else:
+            _, listed = rollback(cluster.name, etcd_endpoint, 999, run_dir=run_dir)
+            found = re.search(r"these are: (.*) in memory, none in the persistent tier", listed)
+            assert found is not None, listed
+            step, *between, newest = map(int, found[1].split(", "))
+            assert len(between) == 2, listed
+            assert newest - step > 4
+        options = ["--target", str(target)] if is_persisted else []
+        code, output = rollback(cluster.name, etcd_endpoint, step, *options, "--timeout", "100", run_dir=run_dir)
         assert code == 0, output
         assert all(generation == 2 or other <= step for generation, other in tier.published())
         gate.open(gated.STEPS)
@@ -104,7 +120,7 @@ def test_a_run_goes_back_and_ends_as_if_nothing_had_been(tmp_path: Path, etcd_en
 @pytest.mark.parametrize(
     ("step", "elastic_s", "message"),
     [
-        (5, None, "step 5 is not at hand; these are: step 9 in memory, and in the persistent tier step(s) 4, 6, 8"),
+        (5, None, "step 5 is not at hand; these are: 9 in memory, 4, 6, 8 in the persistent tier"),
         (4, None, "1 ranks made step 4, and the run has 2: without --rr-elastic only as many can restore it"),
         (6, 1.0, "rank0.zst has 0 bytes, not "),
         (8, 1.0, "generation 1 step 8 is not published in "),

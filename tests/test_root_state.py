@@ -51,6 +51,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "state/watermark": st.builds(lambda step: {"generation": 1, "step": step}, st.integers(1, 3)),
     "state/watermark/persist": st.just({}),
     "state/watermark/next": st.builds(lambda step: {"generation": 1, "step": step}, st.integers(1, 4)),
+    "state/watermark/older": st.builds(lambda step: {"pairs": [[1, step]]}, st.integers(1, 4)),
     "state/persisted": st.builds(lambda pairs: {"pairs": [list(pair) for pair in pairs]}, STEPS),
     "state/persisted/a": st.just({}),
     "root/leader": st.just({"host": "a"}),

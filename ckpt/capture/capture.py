@@ -30,7 +30,7 @@ from ..link.link import Link
 from ..state.state import TrainingState, no_collection
 from ..state.tree import Leaf
 from .copying import CapturePlan, Copier, Staged
-from .slots import MappedSlot, TwoSlots
+from .slots import MappedSlot, RankSlots
 from .stats import CaptureStats
 
 _ALLOCATE_S: Final = 300.0
@@ -74,7 +74,7 @@ class Capturer:
         self.stats = CaptureStats()
         self._env = env
         self._topology = topology
-        self._slots = TwoSlots(env)
+        self._slots = RankSlots(env)
         self._copier = Copier()
         self._changed = threading.Condition()
         self._newest = 0
@@ -127,10 +127,10 @@ class Capturer:
         for name in unknown:
             self._tell_eager(name)
 
-    def on_agreed(self, watermark: Pair | None, next_: Pair) -> None:
+    def on_agreed(self, watermark: Pair | None, next_: Pair, older: Collection[Pair] = ()) -> None:
         """Take the news of a commit, or of the next capture."""
         with self._changed:
-            self._slots.hear(watermark, next_)
+            self._slots.hear(watermark, next_, older)
             capture = self._capture
             if capture is not None and capture.phase is _Phase.PENDING and capture.step < self._slots.next:
                 self._skip(capture)

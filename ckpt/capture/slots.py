@@ -1,8 +1,8 @@
-"""The two slots of one rank as the trainer writes them: mapping, pinning, and which of them may be overwritten."""
+"""The slots of one rank as the trainer writes them: mapping, pinning, and which of them may be overwritten."""
 
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -97,8 +97,8 @@ class MappedSlot:
         os.close(self.descriptor)
 
 
-class TwoSlots:
-    """Both slots of a rank, and the one place that decides whether a step is captured, and into which slot.
+class RankSlots:
+    """All slots of a rank, and the one place that decides whether a step is captured, and into which slot.
 
     The root says from which step on the next capture is to be made, and all ranks capture the first step that they make
     from there on: the same one. What was captured before is then committed or never will be, so a slot is always free
@@ -118,15 +118,17 @@ class TwoSlots:
         self._failed = range(0)  # what may have been asked for when a capture failed
         self.watermark: Pair | None = None
         self.next = 1
+        self._older = frozenset[Pair]()
         self.slots: list[MappedSlot] = []
 
-    def hear(self, watermark: Pair | None, next_: Pair) -> None:
+    def hear(self, watermark: Pair | None, next_: Pair, older: Collection[Pair] = ()) -> None:
         """Take what is agreed; what was said earlier, or for another generation, changes nothing."""
         if next_[0] != self._env.generation:
             return
         if watermark is not None:
             self.watermark = max(watermark, self.watermark or watermark)
-        self.next = max(next_[1], self.next)
+        if next_[1] >= self.next:
+            self.next, self._older = next_[1], frozenset(older)
 
     def map(self, paths: Sequence[str], *, pin: bool) -> list[MappedSlot]:
         """Return the slots at `paths` for `use`, those that are mapped already as they are.
@@ -207,7 +209,9 @@ class TwoSlots:
         """Tell whether what the slot holds is committed, or may be."""
         if mapped.held is None:
             return False
-        return mapped.held == self.watermark or mapped.held >= Pair(self._env.generation, self.next)
+        if mapped.held == self.watermark or mapped.held in self._older:
+            return True
+        return mapped.held >= Pair(self._env.generation, self.next)
 
 
 def _held(slot: Slot, env: TrainerEnv) -> Pair | None:

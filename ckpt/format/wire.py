@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from ..errors import WireError
 
-VERSION: Final = 6
+VERSION: Final = 7
 """Of the messages and the etcd keys of docs/internals/protocol.md; who has another one is refused."""
 
 MAX_FRAME_BYTES = 1 << 20

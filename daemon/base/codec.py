@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.ckpt.format.pair import Pair, pair_value
+from resilient_run.ckpt.format.pair import Pair, pair_of, pair_value
 
 from .fields import Fields, printable
 
@@ -215,5 +215,6 @@ _READERS: Mapping[Any, Callable[..., Any]] = {
     tuple[int, ...]: lambda values, name: tuple(values.integers(name)),
     tuple[str, ...]: lambda values, name, **bounds: tuple(values.texts(name, **bounds)),
     frozenset[int]: lambda values, name: frozenset(values.integers(name)),
+    tuple[Pair, ...]: lambda values, name: values.made(name, "a list of pairs", lambda rows: tuple(map(pair_of, rows))),
 }
 _WRITERS: Mapping[Any, Callable[[Any], Any]] = {Pair: pair_value, Path: str, frozenset[int]: sorted}

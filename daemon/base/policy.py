@@ -59,6 +59,8 @@ class ReplicationPolicy(SettingsRecord):
         max_every: How many iterations the replicas of one checkpoint may take where they do not fit in one; a failure
             then loses as many steps.
         bandwidth_mbit_s: What a host can send, 0 to measure it.
+        keep: How many committed steps stay in memory; all launchers of a run must agree on it.
+        keep_every: Steps between those that are older than the newest.
     """
 
     transport: str = limited("daemon", choices=("daemon", "trainer"))
@@ -69,6 +71,8 @@ class ReplicationPolicy(SettingsRecord):
     variance: float = limited(0.9, low=0.1, high=1)
     max_every: int = limited(1, low=1, high=64)
     bandwidth_mbit_s: float = 0.0
+    keep: int = limited(1, low=1, high=64)
+    keep_every: int = limited(1, low=1)
 
     @property
     def in_flight(self) -> int:

@@ -31,6 +31,7 @@ class JobRecord(Record):
         generation: The newest that was seen here in that life, 0 before the first.
         round_revision: The etcd revision of its round, which tells it from another one of that number.
         replicas: Copies of each checkpoint.
+        keep: How many committed steps stay in memory.
         attached: A Checkpointer was seen in this incarnation.
         launcher_pid: The launcher that holds the job open, None once it is gone.
         launcher_ticks: When it was started (`started_ticks`), None if an older version has written the record.
@@ -40,6 +41,7 @@ class JobRecord(Record):
     host: str
     incarnation: str | None = None
     replicas: int = limited(low=1)
+    keep: int = limited(1, low=1)
     attached: bool
     launcher_pid: int | None = None
     launcher_ticks: int | None = None

@@ -13,7 +13,7 @@ from ..base.settings import Settings
 from ..etcd.client import Etcd, EtcdConfig, EtcdError
 from ..run import keys
 from ..run.life import Life, Transaction
-from ..run.mirror import Mirror, of, pair_of_entry
+from ..run.mirror import Mirror, of, pair_of_entry, parse_pairs
 from ..run.records import Failure
 from ..run.rounds import Round
 from ..tier.persist_plan import PersistAnswer, PersistRequest
@@ -41,7 +41,7 @@ def rollback(
     etcd_endpoint: str,
     etcd_conf: str,
 ) -> None:
-    """Restart the run RUN_ID from a step in the persistent tier, or the newest committed one.
+    """Restart the run RUN_ID from a committed step that is in memory or in the persistent tier.
 
     Later steps no longer count. It ends after the next commit.
     """
@@ -73,6 +73,7 @@ class _Rollback:
             {
                 keys.WATERMARK: pair_of_entry,
                 keys.PERSIST: of(PersistRequest),
+                keys.OLDER: lambda entry: parse_pairs(entry.value),
             },
             {keys.ANSWERS: (str, of(PersistAnswer))},
         )
@@ -122,14 +123,19 @@ class _Rollback:
         request: PersistRequest | None = seen.get(keys.PERSIST)
         if request is not None and not self._is_settled(request):
             return None  # with it the pair to go back to may be deleted
-        pair = self._chosen(seen.get(keys.WATERMARK))
+        watermark: Pair | None = seen.get(keys.WATERMARK)
+        # Which older ones all hosts hold is known once they hold something of this generation.
+        is_known = watermark is not None and watermark.generation == generation
+        in_memory: tuple[Pair, ...] = seen.get(keys.OLDER, ()) if is_known else ()
+        pair = self._chosen(watermark, in_memory)
         puts = {keys.FAILURES(generation): self._failure(round_).to_value()}
         guarded = [keys.ROUND, keys.FAILURES(generation), keys.PERSIST, keys.PERSISTED]
-        if pair == seen.get(keys.WATERMARK):
+        if pair == watermark:
             guarded.append(keys.WATERMARK)
         else:
-            puts[keys.WATERMARK] = pair_value(pair)
-            puts[keys.COMMITTED] = {"world_size": await self._made_by(pair, life, round_)}
+            guarded.append(keys.OLDER)
+            ranks = round_.world_size if pair in in_memory else await self._made_by(pair, life, round_)
+            puts[keys.WATERMARK], puts[keys.COMMITTED] = pair_value(pair), {"world_size": ranks}
         # Also where nothing is left out: what was published before is then not written again. Nor is a later step
         # published anew, of which the answers are gone.
         puts[keys.PERSISTED] = {"pairs": [other for other in seen.get(keys.PERSISTED, ()) if other <= pair]}
@@ -138,21 +144,20 @@ class _Rollback:
         done = await etcd.commit(*change.below(self._prefix))
         return (generation, pair) if done else None
 
-    def _chosen(self, watermark: Pair | None) -> Pair:
+    def _chosen(self, watermark: Pair | None, in_memory: tuple[Pair, ...]) -> Pair:
         """Return the newest pair of the step that every rank can restore.
 
         Raises:
             DaemonError: There is none; says which there are.
         """
         persisted: tuple[Pair, ...] = self._mirror.get(keys.PERSISTED, ())
-        at_hand = [pair for pair in (*persisted, watermark) if pair is not None and pair[1] == self._step]
+        at_hand = [pair for pair in (*persisted, *in_memory, watermark) if pair is not None and pair[1] == self._step]
         if at_hand:
             return max(at_hand)
-        newest = "nothing is committed" if watermark is None else f"step {watermark[1]} in memory"
-        steps = ", ".join(str(pair[1]) for pair in persisted[-_NAMED:])
+        memory = () if watermark is None else (*in_memory, watermark)
         raise DaemonError(
-            f"step {self._step} is not at hand; these are: {newest}"
-            + (f", and in the persistent tier step(s) {steps}" if steps else "; nothing is in a persistent tier")
+            f"step {self._step} is not at hand; these are: {_steps(*memory)} in memory, {_steps(*persisted)} in the "
+            "persistent tier"
         )
 
     async def _made_by(self, pair: Pair, life: Life, round_: Round) -> int | None:
@@ -205,3 +210,7 @@ class _Rollback:
             unix_s=time.time(),
             message=f"`resilientctl rollback` to step {self._step}",
         )
+
+
+def _steps(*pairs: Pair) -> str:
+    return ", ".join(str(pair.step) for pair in pairs[-_NAMED:]) or "none"

@@ -24,11 +24,13 @@ _RETRY_S = 0.5
 class _Move:
     """What to write: a pair to commit, or None when the next capture was missed.
 
-    `done` is the newest step that is known to be completed in this generation, `late` that a rank was.
+    `older` stays in memory beside it, `done` is the newest step that is known to be completed in this generation, and
+    `late` that a rank was.
     """
 
     generation: int
     pair: Pair | None
+    older: tuple[Pair, ...] = ()
     done: int
     late: bool
 
@@ -51,6 +53,7 @@ class Committer:
         tree: Through which the hosts report.
         state: What the job's keys say; whoever changes it calls the view's `notify`.
         agrees: Tells whether ranks that must hold the same bytes do in a pair; else it is not committed.
+        keep_every: Steps between the older committed pairs that stay in memory.
         also: Returns what else is put when a pair is committed, by key without the prefix.
     """
 
@@ -63,6 +66,7 @@ class Committer:
         tree: ReportTree,
         state: RootState,
         agrees: Callable[[Pair], bool],
+        keep_every: int,
         also: Callable[[Pair], Mapping[str, Any]] | None,
     ) -> None:
         self._etcd = etcd
@@ -71,6 +75,7 @@ class Committer:
         self._tree = tree
         self._state = state
         self._agrees = agrees
+        self._keep_every = keep_every
         self._also = also
         self._lead = Lead()
 
@@ -88,6 +93,8 @@ class Committer:
                 self._count(move)
             if move.pair is not None:
                 puts[keys.WATERMARK] = pair_value(move.pair)
+                if move.older != self._state.older:
+                    puts[keys.OLDER] = {"pairs": move.older}
                 world_size = self._state.world_size
                 if world_size is not None and self._state.committed != world_size:
                     # Launchers do not follow the watermark, but must not lead the run to another size from now on.
@@ -126,7 +133,9 @@ class Committer:
         generation, following = agreed.next
         done = [self._view.done[1]] if self._view.done is not None and self._view.done[0] == generation else []
         if pair is not None:
-            return _Move(generation=generation, pair=pair, done=max([pair[1], *done]), late=False)
+            life, every = self._state.life, self._keep_every
+            older = agreed.older_after(report.complete, keep=1 if life is None else life.job.keep, every=every)
+            return _Move(generation=generation, pair=pair, older=older, done=max([pair[1], *done]), late=False)
         if (missed := report.missed) is None or missed.next != agreed.next:
             return None
         return _Move(generation=generation, pair=None, done=max(following, missed.step, *done), late=missed.late)

@@ -71,6 +71,7 @@ class Root:
         tree: Through which the hosts report, and hear what is committed.
         policy: How failures are answered.
         corruption: What it leads to that ranks differ which must not: "warn", "stop" or "rollback".
+        keep_every: Steps between the older committed pairs that stay in memory.
         digests: By which they are compared.
         observe: Takes in what way they differ.
         operator: Asked for hosts, and given back those that are not needed.
@@ -89,6 +90,7 @@ class Root:
         tree: ReportTree,
         policy: RootPolicy,
         corruption: str,
+        keep_every: int,
         digests: HostDigests,
         observe: Callable[[Mapping[str, Observation]], None],
         operator: Operator,
@@ -129,6 +131,7 @@ class Root:
             tree=tree,
             state=self._state,
             agrees=self._comparer.agrees,
+            keep_every=keep_every,
             also=also_commit,
         )
 
@@ -190,6 +193,7 @@ class Root:
             watermark=state.watermark,
             watermark_revision=state.revision(keys.WATERMARK),
             next=state.next,
+            older=state.older,
             persist=state.persist,
         )
         return None if known is not None and replace(said, number=known.number) == known else said

@@ -12,7 +12,7 @@ from ..run import keys
 from ..run.commit import Agreed, HeldPair
 from ..run.hang import ALIVE
 from ..run.life import Life
-from ..run.mirror import Folders, Keys, Mirror, host_name, of, pair_of_entry
+from ..run.mirror import Folders, Keys, Mirror, host_name, of, pair_of_entry, parse_pairs
 from ..run.observation import parse_observations
 from ..run.records import Failure
 from ..run.rounds import Round
@@ -88,6 +88,12 @@ class RootState:
         return following
 
     @property
+    def older(self) -> tuple[Pair, ...]:
+        """The committed pairs before the newest that stay in memory, as etcd says it."""
+        older: tuple[Pair, ...] = self._mirror.get(keys.OLDER, ())
+        return older
+
+    @property
     def is_rolled_back(self) -> bool:
         """Whether somebody has set the watermark back: what this generation has made is not to be committed."""
         failure = None if self.round is None else self._folders[keys.FAILURES].get(self.round.generation)
@@ -107,7 +113,7 @@ class RootState:
     @property
     def agreed(self) -> Agreed:
         """What is committed, and what is captured next."""
-        return Agreed.of(self.round, self.watermark, self.next)
+        return Agreed.of(self.round, self.watermark, self.next, self.older)
 
     @property
     def persist(self) -> Mapping[str, Any] | None:
@@ -181,6 +187,7 @@ class RootState:
 _KEYS: Keys = {
     keys.WATERMARK: pair_of_entry,
     keys.NEXT: pair_of_entry,
+    keys.OLDER: lambda entry: parse_pairs(entry.value),
     keys.PERSIST: lambda entry: entry.value,
     keys.HISTORY: lambda entry: parse_all(Failure, entry.value, "failures"),
     keys.REQUESTS: lambda entry: parse_all(Request, entry.value, "requests"),

@@ -40,13 +40,15 @@ class Agreed(Record):
     Attributes:
         committed: The newest committed pair.
         next: Generation and step of the next capture.
+        older: The committed pairs before it that stay in memory, too.
     """
 
     committed: Pair | None = limited(None, key="watermark")
     next: Pair
+    older: tuple[Pair, ...] = ()
 
     @classmethod
-    def of(cls, round_: Round | None, watermark: Pair | None, next_: Pair | None) -> Self:
+    def of(cls, round_: Round | None, watermark: Pair | None, next_: Pair | None, older: tuple[Pair, ...] = ()) -> Self:
         """Return what is agreed in the generation of `round_`.
 
         Args:
@@ -54,14 +56,17 @@ class Agreed(Record):
             watermark: What `WATERMARK` says.
             next_: What `NEXT` says; of another generation it says nothing, and what follows the restored step is
                 captured first.
+            older: What `OLDER` says, with `watermark`.
         """
         if round_ is None:
-            return cls(committed=watermark, next=Pair(0, 0))
+            return cls(committed=watermark, next=Pair(0, 0), older=older)
         # A watermark of an earlier generation is what the round restores, or was seen before it was set back to that.
-        committed = watermark if watermark is not None and watermark[0] >= round_.generation else round_.restore
+        is_here = watermark is not None and watermark[0] >= round_.generation
+        committed, older = (watermark, older) if is_here else (round_.restore, round_.older)
         following = Pair(round_.generation, 1 if committed is None else committed[1] + 1)
         ours = next_ is not None and next_[0] == round_.generation
-        return cls(committed=committed, next=max(next_, following) if next_ is not None and ours else following)
+        following = max(next_, following) if next_ is not None and ours else following
+        return cls(committed=committed, next=following, older=older)
 
     def or_later(self, other: "Agreed") -> "Agreed":
         """Return which of the two was said later, of the same generation."""
@@ -72,7 +77,24 @@ class Agreed(Record):
 
         From `next` on the root may be committing it at this moment.
         """
-        return pair is None or (pair != self.committed and pair < self.next)
+        return pair is None or (pair != self.committed and pair < self.next and pair not in self.older)
+
+    def older_after(self, complete: AbstractSet[Pair], *, keep: int, every: int) -> tuple[Pair, ...]:
+        """Return which older pairs stay once another one is committed.
+
+        Whoever has not heard of that yet protects all of them: they are older ones or the newest to it, or not older
+        than what it takes for the next capture.
+
+        Args:
+            complete: Pairs of which every host holds all replicas that it must.
+            keep: How many committed pairs stay, the newest included.
+            every: Steps between the older ones.
+        """
+        older = [pair for pair in self.older if pair in complete]
+        newest = self.committed
+        if newest is not None and newest in complete and (not older or newest.step - older[-1].step >= every):
+            older.append(newest)
+        return tuple(older[max(0, len(older) - keep + 1) :])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,5 +194,5 @@ def advance(agreed: Agreed, complete: AbstractSet[Pair]) -> Pair | None:
 
 
 def is_dead(pair: Pair, round_: Round) -> bool:
-    """Tell whether `pair` belongs to a timeline that `round_` left: neither made in it nor exactly what it restored."""
-    return pair[0] != round_.generation and pair != round_.restore
+    """Tell whether `pair` belongs to a timeline that `round_` left: neither made in it nor at hand when it began."""
+    return pair[0] != round_.generation and pair != round_.restore and pair not in round_.older

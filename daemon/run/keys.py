@@ -44,9 +44,10 @@ ORDERS = Folder("inject/orders")  # by id, `resilient-inject`: an `Order`
 OUTCOMES = Folder("inject/outcomes")  # by id, the daemon of the order's host: the `Outcome`
 
 STATE = "state/"  # only the root follows these; they are sorted after all others, so that daemons follow the rest
-# The two keys below the watermark are written with it, so that one mirror shows all three in order.
+# The keys below the watermark are written with it, so that one mirror shows all of them in order.
 WATERMARK = "state/watermark"  # root: the newest committed pair
 NEXT = "state/watermark/next"  # root: the pair from which on every rank captures the first step (`Agreed`)
+OLDER = "state/watermark/older"  # root: the committed pairs before it that stay in memory (`parse_pairs`)
 PERSIST = "state/watermark/persist"  # root, a daemon that is told to end: the `PersistRequest`
 HELD = Folder("state/held")  # by host, leased, its daemon: what it holds of what the round restores, `HeldPair`
 OBSERVATIONS = Folder("state/observations")  # by host, leased, its daemon: what is wrong there

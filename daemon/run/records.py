@@ -47,6 +47,7 @@ class Requirements(Record):
         elastic_s: How long a committed run waits for a host before it goes on with fewer ranks, and how long a
             generation lasts before it grows; None: it keeps its number of ranks.
         sizes: The numbers of ranks that it may have then, none for any.
+        keep: How many committed steps stay in memory.
     """
 
     min_nodes: int
@@ -55,6 +56,7 @@ class Requirements(Record):
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
     elastic_s: float | None = None
     sizes: tuple[int, ...] = ()
+    keep: int = limited(1, low=1)
 
     def required(self) -> dict[str, Any]:
         """Return these by name, without what a subclass has beside them."""

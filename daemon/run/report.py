@@ -245,12 +245,14 @@ class Said(Record):
         watermark: The newest committed pair.
         watermark_revision: etcd revision of that key, 0 while there is none.
         next: The pair from which on the first step is captured (`Agreed`); None while etcd has none.
+        older: The committed pairs before it that stay in memory.
         persist: The value of `keys.PERSIST`, None while there is none.
     """
 
     term: Term = limited(inline=True, read=_read_term, write=_term_value)
     number: int
     watermark: Pair | None = None
+    older: tuple[Pair, ...] = ()
     watermark_revision: int = 0
     next: Pair | None = None
     persist: Mapping[str, Any] | None = None

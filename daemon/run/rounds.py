@@ -63,6 +63,7 @@ class Round(Record):
         seats: Its hosts, by group rank.
         restore: The pair that it starts from, None for the beginning.
         made_by: How many ranks captured that pair; None for the beginning, and for an import, which is of no number.
+        older: Committed pairs before that one which stay in memory, captured by as many ranks as it has.
         revision: etcd revision of the round, which guards commits; 0 before it is written.
     """
 
@@ -70,6 +71,7 @@ class Round(Record):
     seats: tuple[Seat, ...] = limited(key="members")
     restore: Pair | None = None
     made_by: int | None = limited(None, low=1, high=MAX_WORLD_SIZE)
+    older: tuple[Pair, ...] = ()
     revision: int = limited(0, outside=True)
 
     @classmethod

@@ -64,6 +64,7 @@ class JobView:
     finishing: bool = False
     watermark: Pair | None = None
     next: Pair | None = None
+    older: tuple[Pair, ...] = ()
     watermark_revision: int | None = None
     addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
     arrivals: Mapping[str, int] = field(default_factory=dict)
@@ -102,7 +103,7 @@ class JobView:
     @property
     def agreed(self) -> Agreed:
         """What is committed, and what is captured next."""
-        return Agreed.of(self.round, self.watermark, self.next)
+        return Agreed.of(self.round, self.watermark, self.next, self.older)
 
     @property
     def every(self) -> int:

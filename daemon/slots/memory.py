@@ -15,7 +15,6 @@ from resilient_run.ckpt.errors import MemoryBudgetError
 
 log = logging.getLogger(__name__)
 
-SLOTS_PER_RANK = 2
 """A capture goes to the one that does not hold what is committed."""
 
 SHARE = 0.8
@@ -169,15 +168,16 @@ class MemoryBudget:
         return sum(share.committed_bytes for key, share in self._shares.items() if key != job)
 
 
-def host_bytes(state_bytes: int, *, kept_ranks: int, copied_ranks: int) -> int:
+def host_bytes(state_bytes: int, *, kept_ranks: int, copied_ranks: int, keep: int = 1) -> int:
     """Return what the slots of a host take.
 
     Args:
         state_bytes: Of one rank.
         kept_ranks: The ranks whose replicas the host holds, its own included.
         copied_ranks: Its own ranks where there is a persistent tier, which is written from copies, else 0.
+        keep: How many committed steps stay in memory.
     """
-    return (SLOTS_PER_RANK * kept_ranks + copied_ranks) * state_bytes
+    return ((keep + 1) * kept_ranks + copied_ranks) * state_bytes
 
 
 def default_limit_bytes(shm_dir: Path) -> int:

@@ -26,7 +26,7 @@ from ..base.record import RECORD_NAME, JobRecord
 from ..run.commit import Agreed, is_dead
 from ..run.rounds import Round
 from .keeping import is_kept, version_of
-from .memory import FEWER, SLOTS_PER_RANK, MemoryBudget
+from .memory import FEWER, MemoryBudget
 
 log = logging.getLogger(__name__)
 
@@ -90,10 +90,10 @@ class SlotFile:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class JobSlots:
-    """The slot files of one job on this host, two for each rank that it holds.
+    """The slot files of one job on this host, for each rank that it holds one more than committed steps stay in memory.
 
-    While a rank's geometry changes, a file of the old one that holds the watermark stays as a third until
-    the watermark has moved on.
+    While a rank's geometry changes, files of the old one that hold what is committed stay beside these until they may
+    be overwritten.
     """
 
     directory: Path
@@ -114,6 +114,11 @@ class JobSlots:
     def is_kept(self) -> bool:
         """Tell whether nobody may collect these slots, though no launcher holds the job open."""
         return is_kept(self.directory, self.record)
+
+    @property
+    def per_rank(self) -> int:
+        """Files of each rank."""
+        return self.record.keep + 1
 
     @property
     def key(self) -> str:
@@ -181,16 +186,16 @@ class JobSlots:
             self.adopted = True
 
     async def allocate(self, rank: int, geometry: Geometry, *, agreed: Agreed) -> list[SlotFile]:
-        """Return two files of `rank` that have room for `geometry`; those that exist are kept as they are.
+        """Return files of `rank` that have room for `geometry`; those that exist are kept as they are.
 
         Raises:
             MemoryBudgetError: New files do not fit.
         """
         async with self._changing:
             fitting = self._fitting(rank, geometry, agreed)
-            while len(fitting) < SLOTS_PER_RANK:
+            while len(fitting) < self.per_rank:
                 fitting.append(await self._create(rank, geometry))
-            return fitting[-SLOTS_PER_RANK:]
+            return fitting[-self.per_rank :]
 
     async def place(self, rank: int, geometry: Geometry, *, agreed: Agreed) -> SlotFile | None:
         """Return a file of `rank` to receive a replica in, marked busy and WRITING; None when all must be kept.
@@ -211,7 +216,7 @@ class JobSlots:
             free = [file for file in fitting if not file.busy and agreed.may_overwrite(file.pair)]
             if free:
                 file = min(free, key=lambda file: file.pair or Pair(0, 0))
-            elif len(fitting) < SLOTS_PER_RANK:
+            elif len(fitting) < self.per_rank:
                 file = await self._create(rank, geometry)
             else:
                 return None
@@ -280,10 +285,10 @@ class JobSlots:
                 file.pair = None
 
     def trim(self, keep: Collection[int], agreed: Agreed) -> None:
-        """Remove all files of ranks that are not in `keep`, and third files once nobody needs them any more."""
+        """Remove all files of ranks that are not in `keep`, and those of an old size once they may be overwritten."""
         for rank, files in list(self._files.items()):
             geometry = self._geometries.get(rank)
-            used = files if geometry is None else [file for file in files if file.fits(geometry)][-SLOTS_PER_RANK:]
+            used = files if geometry is None else [file for file in files if file.fits(geometry)][-self.per_rank :]
             for file in list(files):
                 outgrown = file not in used and agreed.may_overwrite(file.pair)
                 if not file.busy and (rank not in keep or outgrown):

@@ -73,7 +73,7 @@ class Vault:
             slots = JobSlots(directory=directory, record=record, budget=self.budget, adopted=True)
             self._jobs[record.key] = slots
             return slots
-        changed = ("replicas", "launcher_pid", "launcher_ticks")
+        changed = ("replicas", "keep", "launcher_pid", "launcher_ticks")
         slots.update_record(**{name: getattr(record, name) for name in changed})
         return slots
 

@@ -23,7 +23,7 @@ from ..run.hang import HangDetector
 from ..run.rounds import Round
 from ..run.view import JobView
 from ..run.work import RankWork, is_due
-from ..slots.memory import SLOTS_PER_RANK, host_bytes
+from ..slots.memory import host_bytes
 from ..slots.slots import Geometry, JobSlots, read_size
 from .trainer import Event, Trainer
 
@@ -349,13 +349,13 @@ class Sessions:
         self._event(event, rank=trainer.rank, step=step, steps_at_risk=steps_at_risk, reason=reason)
 
     def _reserve(self, estimate_bytes: int, replicas: int) -> None:
-        ranks, own = len(self._view.kept_ranks), len(self._view.own_ranks)
+        ranks, own, slots = len(self._view.kept_ranks), len(self._view.own_ranks), self._slots.per_rank
         copies = 0 if self._spec.policy.persist.target is None else own
         persisting = f", and {copies} copies while they are persisted" if copies else ""
         self._slots.budget.reserve(
             self._slots.key,
-            needed_bytes=host_bytes(estimate_bytes, kept_ranks=ranks, copied_ranks=copies),
-            formula=f"{SLOTS_PER_RANK} slots * {ranks} ranks held here * {estimate_bytes} bytes{persisting}; "
+            needed_bytes=host_bytes(estimate_bytes, kept_ranks=ranks, copied_ranks=copies, keep=slots - 1),
+            formula=f"{slots} slots * {ranks} ranks held here * {estimate_bytes} bytes{persisting}; "
             f"{own} own rank{'s' * (own != 1)}, {replicas} replica{'s' * (replicas != 1)}",
         )
 

@@ -55,7 +55,7 @@ class Trainer:
     _source: str | None = None
 
     async def allocate(self, geometry: Geometry) -> dict[str, Any]:
-        """Lend the trainer two slots with room for `geometry`.
+        """Lend the trainer slots with room for `geometry`.
 
         Raises:
             MemoryBudgetError: They do not fit.

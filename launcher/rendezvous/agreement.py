@@ -115,6 +115,7 @@ def _described(job: Requirements) -> dict[str, str]:
         "bounds": f"--nnodes={job.min_nodes}:{job.max_nodes}",
         "elastic": "no --rr-elastic" if job.elastic_s is None else f"--rr-elastic={job.elastic_s:g}",
         "sizes": f"--rr-sizes={','.join(map(str, job.sizes))}" if job.sizes else "no --rr-sizes",
+        "keep": f"replication.keep={job.keep}",
         # Daemons with different keys would not let each other in.
         "key": f"the run key with proof {_shortened(job.key_proof)}" if job.key_proof else "no run key",
         "user": f"user {known.user or 'unknown'}",

@@ -30,7 +30,7 @@ from resilient_run.daemon.etcd.client import (
 )
 from resilient_run.daemon.run import keys
 from resilient_run.daemon.run.life import Life, Transaction
-from resilient_run.daemon.run.mirror import pair_of_entry
+from resilient_run.daemon.run.mirror import pair_of_entry, parse_pairs
 from resilient_run.daemon.run.records import MAX_REASON_BYTES, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
 
@@ -183,9 +183,11 @@ class Membership:
             RendezvousStateError: The watermark is not of its form.
         """
         watermark_key = self._prefix + keys.WATERMARK
-        watermark = await self._etcd.get(watermark_key)
+        found = await self._etcd.list(watermark_key)
+        watermark, older_entry = found.get(watermark_key), found.get(self._prefix + keys.OLDER)
         try:
             restore = pair_of_entry(watermark)
+            older = () if older_entry is None else parse_pairs(older_entry.value)
         except DaemonError as error:
             raise RendezvousStateError(f"etcd key {watermark_key} is damaged ({error}); delete it") from error
         elastic = view.elastic_s is not None
@@ -194,6 +196,10 @@ class Membership:
             await self._create(keys.COMMITTED, {"world_size": view.round.world_size})
             return False
         formed = Round(generation=view.generation + 1, seats=members, restore=restore, made_by=view.made_by(restore))
+        if restore is not None and view.job is not None and not formed.reshapes:
+            # Only what was committed before it, and as much as this life has room for.
+            before = [pair for pair in older if pair < restore]
+            formed = replace(formed, older=tuple(before[max(0, len(before) - view.job.keep + 1) :]))
         watermark_revision = 0 if watermark is None else watermark.revision
         return await self._commit(lambda life: life.form(formed, view.round, watermark_revision))
 
