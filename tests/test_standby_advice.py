@@ -259,7 +259,14 @@ def test_the_command_takes_rates_of_a_run() -> None:
         (("--hosts", "4", "--state", "much"), "'--state': 'much' is not a size"),
         (("--hosts", "4", "--host-failures", "-1"), "'--host-failures'"),
         (("--hosts", "4000", "--host-failures", "9"), "--days 54 would simulate 1944108 failures: give at most 0.56"),
+        (
+            ("--hosts", "99", "--rack-hosts", "99", "--rack-failures", "9"),
+            "would simulate 48197 failures: give at most",
+        ),
         (("--hosts", "4", "--standbys", "65"), "'--standbys'"),
+        (("--hosts", "4", "--step", "1e-310"), "'--step'"),
+        (("--hosts", "4", "--tier-stall", "1e300"), "'--tier-stall'"),
+        (("--hosts", "4", "--days", "1e308", "--host-failures", "0", "--software-failures", "0"), "'--days'"),
     ],
 )
 def test_bad_values_are_named(arguments: tuple[str, ...], message: str) -> None:
