@@ -129,9 +129,10 @@ class Observer:
 
     def _slow_ranks(self) -> Iterator[Measure]:
         """Yield which ranks of the run are slow, none where this host is not the root."""
-        if self._view.is_root and self._view.round is not None:
-            self._stragglers.hear(self._view.generation, self._work())
-            yield from self._stragglers.measures(self._view.round)
+        round_ = self._view.round
+        if self._view.is_root and round_ is not None:
+            self._stragglers.hear(round_, self._view.leader_revision, self._work())
+            yield from self._stragglers.measures(round_)
 
     async def _watch_host(self) -> None:
         judge = Judge()
