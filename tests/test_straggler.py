@@ -1,6 +1,7 @@
 """Stragglers: who is named on traces of every kind of training, and who is not; and how their work gets to the root."""
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 from cluster import wait_until
 from hosts import Hosts
+from hypothesis import given
+from hypothesis import strategies as st
 
 from resilient_run.ckpt.capture.injected import Injected
 from resilient_run.ckpt.link import work as meter
@@ -202,6 +205,19 @@ def test_spread_of_peers_counts() -> None:
     assert slowness([1.0, 1.01, 0.99, 1.5], 1.5)[3] == (1.5, 1.0)
     assert slowness([0.8, 1.0, 1.2, 1.5], 1.5)[3] == (1.0, 1.0), "they are as far from each other"
     assert slowness([0.0, 0.1], 1.0)[1][0] == 1.0, "a rank whose training thread does nothing is no measure"
+
+
+@given(st.lists(st.integers(0, 40), min_size=2, max_size=12), st.floats(0, 40))
+def test_slowness_is_what_comparing_each_rank_with_all_others_gives(own: list[int], step_s: float) -> None:
+    """Which takes minutes for the ranks of 4,096 hosts, in the middle of their root's work."""
+    for rank, found in enumerate(slowness(own, step_s)):
+        others = own[:rank] + own[rank + 1 :]
+        middle = statistics.median(others)
+        spread = statistics.median(abs(other - middle) for other in others)
+        is_slow = own[rank] > statistics.median(own) and own[rank] - middle > max(0.05 * step_s, 5 * spread)
+        assert found[0] == (own[rank] / middle if is_slow and middle > 0 else 1.0)
+        if is_slow:
+            assert found[1] == middle
 
 
 def test_work_reads_what_it_wrote_and_nothing_else() -> None:

@@ -145,17 +145,23 @@ def slowness(own_s: Sequence[float], step_s: float) -> list[tuple[float, float]]
     """
     ordered, found = sorted(own_s), []
     middle_s = statistics.median(ordered)
+    # The median of the others is the same for each rank above the median: whichever of them is left out.
+    others_s = statistics.median(ordered[:-1])
+    away_s = sorted(abs(seconds - others_s) for seconds in ordered)
     for seconds in own_s:
-        factor, others_s = 1.0, middle_s
-        if seconds > middle_s:
-            place = bisect_left(ordered, seconds)
-            others = ordered[:place] + ordered[place + 1 :]
-            others_s = statistics.median(others)
-            spread_s = statistics.median(abs(other - others_s) for other in others)
+        factor = 1.0
+        if is_above := seconds > middle_s:
+            spread_s = _median_without(away_s, bisect_left(away_s, abs(seconds - others_s)))
             if others_s > 0 and seconds - others_s > max(_SHARE * step_s, _SPREADS * spread_s):
                 factor = seconds / others_s
-        found.append((factor, others_s))
+        found.append((factor, others_s if is_above else middle_s))
     return found
+
+
+def _median_without(ordered: Sequence[float], place: int) -> float:
+    """Return the median of all but one."""
+    last = len(ordered) - 2
+    return sum(ordered[index + (index >= place)] for index in (last // 2, -(-last // 2))) / 2
 
 
 def _groups(work: Mapping[int, RankWork]) -> Iterator[tuple[int, ...]]:
