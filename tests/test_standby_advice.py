@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
-from test_goodput import GEMINI
+from test_goodput import GEMINI, event, write
 
 from resilient_run.ckpt.format.placement import placement
 from resilient_run.ckpt.format.survival import domain_loss, fatal_domains, survival
@@ -202,6 +202,14 @@ def test_failures_of_a_recorded_run() -> None:
     seen, hosts, recovery_s = seen_failures(ledger)
     assert (seen, hosts) == ({"host": 1, "software": 2}, 2)
     assert recovery_s == pytest.approx(statistics.mean(failure.down_s for failure in ledger.failures[:2]))
+
+
+def test_what_comes_by_itself_counts_and_what_was_ordered_does_not(tmp_path: Path) -> None:
+    kinds = ("host_lost", "unhealthy", "worker_exit", "hang", "corruption", "unhealthy_steps")
+    kinds += ("memory_lost", "restart", "membership", "rollback")
+    events = [event(kind=kind, generation=number) for number, kind in enumerate(kinds, 2)]
+    seen, _, _ = seen_failures(read_ledger([write(tmp_path / "events", *events)]))
+    assert seen == {"host": 2, "software": 4}
 
 
 def ctl(*arguments: str) -> Result:
