@@ -129,9 +129,10 @@ class Observer:
 
     def _slow_ranks(self) -> Iterator[Measure]:
         """Yield which ranks of the run are slow, none where this host is not the root."""
-        if self._view.is_root and self._view.round is not None:
-            self._stragglers.hear(self._view.generation, self._work())
-            yield from self._stragglers.measures(self._view.round)
+        round_, election = self._view.round, self._view.leader_revision
+        if self._view.is_root and round_ is not None and election:
+            self._stragglers.hear(round_, election, self._work())
+            yield from self._stragglers.measures(round_)
 
     async def _watch_host(self) -> None:
         judge = Judge()

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.base.goodput import PHASES, Recovery
+from resilient_run.daemon.base.goodput import PHASES, Recovery, reason
 from resilient_run.daemon.base.logs import INFORMS
 from resilient_run.daemon.trust.private import open_to_append
 
@@ -307,9 +307,7 @@ def whole(events: Sequence[Recovery]) -> dict[str, Any]:
     """Return the event that tells a recovery on all hosts from the complete event of each: the slowest one decides."""
     slowest = max(events, key=lambda event: event.total_s)
     sources = {rank: source for event in events for rank, source in event.ranks.items()}
-    # A host that is new knows of a worker's exit, and not that it was because of a host that was lost.
-    lost_host = next((event for event in events if event.kind == "host_lost"), slowest)
-    why = lost_host if slowest.kind == "worker_exit" else slowest
+    why = reason(events)
     return {
         "event": "recovered",
         "generation": slowest.generation,

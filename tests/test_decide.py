@@ -339,8 +339,19 @@ def test_host_of_a_slow_rank_is_swapped_and_not_the_root_that_reports_it() -> No
     assert isinstance(quarantine, PutInQuarantine)
     assert isinstance(swap, Break)
     assert (quarantine.host, swap.host) == ("c", "c")
-    old = seen("straggler", "a", rank=2, generation=3)
-    assert not decide(whole(observations=old, members=members), POLICY, NOW_S).actions
+    for other in (seen("straggler", "a", rank=2, generation=3), seen("straggler", "a", rank=3, generation=4)):
+        assert not decide(whole(observations=other, members=members), POLICY, NOW_S).actions
+
+
+def test_rank_that_is_slow_on_its_second_host_too_is_let_be() -> None:
+    """It does more than its peers, and would be slow on a third one."""
+    view = whole(observations=seen("straggler", "a", rank=2, generation=4), members={**dict.fromkeys("abc", 0), "d": 5})
+    *_, swap = decide(view, POLICY, NOW_S).actions
+    assert isinstance(swap, Break)
+    moved = Failure(generation=3, kind=swap.kind, host="x", rank=swap.rank)
+    assert not decide(replace(view, history=(moved,)), POLICY, NOW_S).actions
+    other = replace(moved, rank=1)
+    assert kinds(decide(replace(view, history=(other,)), POLICY, NOW_S)) == [PutInQuarantine, Break]
 
 
 def test_unhealthy_host_without_a_standby_trains_on_and_the_operator_is_asked() -> None:

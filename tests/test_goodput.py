@@ -78,6 +78,30 @@ def test_the_slowest_host_is_what_a_failure_costs(tmp_path: Path) -> None:
     assert ledger.effective_ratio == pytest.approx(1 - (3.0 + 1.75 + 1.0) / 100)
 
 
+def test_a_failure_before_a_generation_is_one_of_all_hosts(tmp_path: Path) -> None:
+    """The second one comes while hosts still stop their workers for the first; the run ends with the third."""
+    unformed = {"generation": 0, "complete": False, "kind": "host_lost", "steps_lost": None}
+    lines = [event(**unformed), event(generation=3, unix_s=2000.0), event(**unformed, unix_s=3000.0)]
+    first = write(tmp_path / "a", *lines)
+    second = write(tmp_path / "b", *({**line, "host": "b", "total_s": 2.0} for line in lines))
+    both = tmp_path / "both"
+    both.write_text(second.read_text() + first.read_text())
+    for paths in ([first, second], [both], [first, second, both]):
+        failures = read_ledger(paths).failures
+        assert [(failure.kind, failure.generation, failure.hosts, failure.down_s) for failure in failures] == [
+            ("host_lost", 0, ("a", "b"), 2.0),
+            ("worker_exit", 3, ("a", "b"), 2.0),
+            ("host_lost", 0, ("a", "b"), 2.0),
+        ]
+
+
+def test_a_lost_host_is_the_cause_of_what_a_new_one_takes_for_an_exit(tmp_path: Path) -> None:
+    """The new one is also the slowest."""
+    path = write(tmp_path / "a", event(kind="host_lost", cause="host c is lost"), event(host="b", total_s=3.0))
+    (failure,) = read_ledger([path]).failures
+    assert (failure.kind, failure.cause, failure.down_s) == ("host_lost", "host c is lost", 3.0)
+
+
 def test_what_nobody_said_is_not_made_up(tmp_path: Path) -> None:
     path = write(tmp_path / "a", event(), event(generation=3, steps_lost=None))
     assert read_ledger([path], period_s=100.0).effective_ratio is None

@@ -196,6 +196,33 @@ def test_the_root_hears_what_all_ranks_have_computed_and_keeps_it_between_steps(
 
 
 @pytest.mark.jobs
+def test_what_ranks_have_computed_is_known_of_hosts_that_reported_to_the_root_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the root heard of them itself is older than what the host between says, to whom they have returned."""
+    monkeypatch.setattr("resilient_run.daemon.peers.tree._AVOIDED_S", 0.1)
+
+    async def scenario(process: Process) -> None:
+        top, inner, leaf = (process.hosts[name] for name in ("host0", "host1", "host17"))
+
+        async def hears(step: int, via: SimulatedHost) -> None:
+            leaf.view.work = {17: RankWork(step, 0.5, 9.0, 1)}
+            while top.tree.work().get(17) != leaf.view.work[17] or "host17" not in via.tree._links:
+                await asyncio.sleep(0.05)
+
+        await everywhere(process, "host0", 2)
+        await hears(4, inner)
+        process.refused.add("host1")
+        inner.tree.close()
+        await hears(8, top)
+        inner.tree._closed = False
+        process.refused.clear()
+        await hears(12, inner)
+
+    run_tree(24, scenario)
+
+
+@pytest.mark.jobs
 @pytest.mark.parametrize("how", ["refuses", "says nothing"])
 def test_a_host_that_cannot_be_reached_is_passed_by(how: str) -> None:
     """host1 still reports to the root, and none of the hosts below it can report to it any more."""

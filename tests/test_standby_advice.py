@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
-from test_goodput import GEMINI
+from test_goodput import GEMINI, event, write
 
 from resilient_run.ckpt.format.placement import placement
 from resilient_run.ckpt.format.survival import domain_loss, fatal_domains, survival
@@ -204,6 +204,14 @@ def test_failures_of_a_recorded_run() -> None:
     assert recovery_s == pytest.approx(statistics.mean(failure.down_s for failure in ledger.failures[:2]))
 
 
+def test_what_comes_by_itself_counts_and_what_was_ordered_does_not(tmp_path: Path) -> None:
+    kinds = ("host_lost", "unhealthy", "worker_exit", "hang", "corruption", "unhealthy_steps")
+    kinds += ("memory_lost", "restart", "membership", "rollback")
+    events = [event(kind=kind, generation=number) for number, kind in enumerate(kinds, 2)]
+    seen, _, _ = seen_failures(read_ledger([write(tmp_path / "events", *events)]))
+    assert seen == {"host": 2, "software": 4}
+
+
 def ctl(*arguments: str) -> Result:
     return CliRunner().invoke(resilientctl, ["advise", *arguments])
 
@@ -259,7 +267,14 @@ def test_the_command_takes_rates_of_a_run() -> None:
         (("--hosts", "4", "--state", "much"), "'--state': 'much' is not a size"),
         (("--hosts", "4", "--host-failures", "-1"), "'--host-failures'"),
         (("--hosts", "4000", "--host-failures", "9"), "--days 54 would simulate 1944108 failures: give at most 0.56"),
+        (
+            ("--hosts", "99", "--rack-hosts", "99", "--rack-failures", "9"),
+            "would simulate 48197 failures: give at most",
+        ),
         (("--hosts", "4", "--standbys", "65"), "'--standbys'"),
+        (("--hosts", "4", "--step", "1e-310"), "'--step'"),
+        (("--hosts", "4", "--tier-stall", "1e300"), "'--tier-stall'"),
+        (("--hosts", "4", "--days", "1e308", "--host-failures", "0", "--software-failures", "0"), "'--days'"),
     ],
 )
 def test_bad_values_are_named(arguments: tuple[str, ...], message: str) -> None:

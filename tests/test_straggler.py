@@ -1,6 +1,7 @@
 """Stragglers: who is named on traces of every kind of training, and who is not; and how their work gets to the root."""
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,10 +9,13 @@ from pathlib import Path
 import pytest
 from cluster import wait_until
 from hosts import Hosts
+from hypothesis import given
+from hypothesis import strategies as st
 
 from resilient_run.ckpt.capture.injected import Injected
 from resilient_run.ckpt.link import work as meter
 from resilient_run.ckpt.state.state import TrainingState
+from resilient_run.daemon.base.fields import MAX_INTEGER
 from resilient_run.daemon.base.policy import DetectPolicy
 from resilient_run.daemon.health.straggler import Stragglers, slowness
 from resilient_run.daemon.health.threshold import Judge
@@ -25,8 +29,8 @@ Trace = Callable[[int, int], float]
 MB = 1 << 20
 
 
-def round_of(ranks: int) -> Round:
-    return Round(generation=1, seats=tuple(Seat(host=f"host{rank}", nproc=1) for rank in range(ranks)))
+def round_of(ranks: int, generation: int = 1) -> Round:
+    return Round(generation=generation, seats=tuple(Seat(host=f"host{rank}", nproc=1) for rank in range(ranks)))
 
 
 class Run:
@@ -40,7 +44,7 @@ class Run:
         self.worked = [100.0 * rank for rank in range(ranks)]
         self.work: dict[int, RankWork] = {}
         self.policy = DetectPolicy(straggler_replace_s=60.0)
-        self.stragglers = Stragglers(self.policy, clock=lambda: self.now_s)
+        self.stragglers = Stragglers(self.policy)
         self.judge = Judge(wall=lambda: self.now_s)
 
     def train(self, steps: int) -> Iterator[dict[str, Observation]]:
@@ -56,7 +60,7 @@ class Run:
                     point = RankWork(self.step, self.worked[rank], at_s, self.sizes(rank))
                     self.work = {**self.work, rank: point}
                     # Its report may come before that of the others.
-                    self.stragglers.hear(1, self.work)
+                    self.stragglers.hear(self.round, 1, self.work)
             yield self.judge.judge(self.stragglers.measures(self.round))
 
     def named_in(self, steps: int) -> dict[str, int]:
@@ -167,11 +171,33 @@ def test_short_steps_are_compared_at_steps_that_all_hosts_have_noted() -> None:
     assert run.named_in(60).keys() == {"rank 1"}
 
 
-def test_another_generation_begins_anew() -> None:
+def test_ranks_that_there_are_not_are_no_peers() -> None:
+    run = Run(lambda rank, step: 0.1 if rank > 1 else 0.5, ranks=4)
+    run.round = round_of(2)
+    assert run.named_in(60) == {}
+    run = Run(lambda rank, step: 0.9 if rank > 1 else 0.5, ranks=3)
+    run.round = round_of(2)
+    assert run.named_in(60) == {}
+
+
+@pytest.mark.parametrize("term", [(2, 1), (1, 2)])
+def test_another_generation_or_election_begins_anew(term: tuple[int, int]) -> None:
+    """A root that is elected again has heard nothing in between."""
     run = Run(lambda rank, step: 0.5 if rank else 0.3, ranks=2)
     assert run.named_in(40)
-    run.stragglers.hear(2, {})
+    run.stragglers.hear(round_of(2, generation=term[0]), term[1], run.work)
     assert list(run.stragglers.measures(run.round)) == []
+
+
+def test_a_host_has_failed_after_the_time_in_which_its_rank_was_slow_and_no_other() -> None:
+    """All ranks evaluate for longer than the limit, and then the daemon of one is silent."""
+    run = Run(lambda rank, step: 100.0 if step == 40 else 0.6 if rank else 0.4, ranks=2)
+    *_, last = run.train(44)
+    run.now_s += 1000.0
+    later = run.judge.judge(run.stragglers.measures(run.round))
+    assert [wrong["rank 1"].severity for wrong in (last, later)] == ["warn", "warn"]
+    *_, last = run.train(100)
+    assert last["rank 1"].severity == "fail"
 
 
 def test_spread_of_peers_counts() -> None:
@@ -181,8 +207,21 @@ def test_spread_of_peers_counts() -> None:
     assert slowness([0.0, 0.1], 1.0)[1][0] == 1.0, "a rank whose training thread does nothing is no measure"
 
 
+@given(st.lists(st.integers(0, 40), min_size=2, max_size=12), st.floats(0, 40))
+def test_slowness_is_what_comparing_each_rank_with_all_others_gives(own: list[int], step_s: float) -> None:
+    """Which takes minutes for the ranks of 4,096 hosts, in the middle of their root's work."""
+    for rank, found in enumerate(slowness(own, step_s)):
+        others = own[:rank] + own[rank + 1 :]
+        middle = statistics.median(others)
+        spread = statistics.median(abs(other - middle) for other in others)
+        is_slow = own[rank] > statistics.median(own) and own[rank] - middle > max(0.05 * step_s, 5 * spread)
+        assert found[0] == (own[rank] / middle if is_slow and middle > 0 else 1.0)
+        if is_slow:
+            assert found[1] == middle
+
+
 def test_work_reads_what_it_wrote_and_nothing_else() -> None:
-    work = {3: RankWork(5, 1.5, 2.5, 7), 0: RankWork(6, 0.0, 1.0, 8)}
+    work = {3: RankWork(5, 1.5, 2.5, 7), 0: RankWork(MAX_INTEGER, 0.0, 1.0, 1 << 41)}
     assert read_work(work_rows(work)) == work
     for rows in ([[1, 2]], [[0, 1, 2.0, 3.0, -1]], [[0, 1, float("nan"), 3.0, 1]], [[0, 1, "2", 3.0, 1]], [3], 3):
         with pytest.raises((TypeError, ValueError)):

@@ -24,7 +24,10 @@ _RUNS: Final = (20, 2000)
 _MOST_REPLICAS: Final = 4
 _WORTH: Final = 0.001
 """What one more replica has to add, of the time."""
-_KINDS: Final = {"host": ("host_lost", "unhealthy"), "software": ("worker_exit", "hang", "corruption")}
+_KINDS: Final = {
+    "host": ("host_lost", "unhealthy"),
+    "software": ("worker_exit", "hang", "corruption", "unhealthy_steps"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

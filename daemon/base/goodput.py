@@ -83,6 +83,15 @@ class Recovery(Record):
     total_s: float
 
 
+def reason(events: Iterable[Recovery]) -> Recovery:
+    """Return the event that says why all of these hosts had to recover: the slowest one's, as far as that knows."""
+    events = list(events)
+    slowest = max(events, key=lambda event: event.total_s)
+    # A host that is new knows of a worker's exit, and not that it was because of a host that was lost.
+    lost_host = next((event for event in events if event.kind == "host_lost"), slowest)
+    return lost_host if slowest.kind == "worker_exit" else slowest
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureCost:
     """What one failure cost the whole job.
@@ -116,11 +125,12 @@ class FailureCost:
         """Return the failure that these events of its hosts describe, at least one."""
         events = list(events)
         slowest = max(events, key=lambda event: event.total_s)
+        why = reason(events)
         return cls(
             run_id=slowest.run_id,
             generation=slowest.generation,
-            kind=slowest.kind,
-            cause=slowest.cause,
+            kind=why.kind,
+            cause=why.cause,
             start_unix_s=slowest.unix_s - slowest.total_s,
             complete=all(event.complete for event in events),
             phases_s=slowest.phases_s,
@@ -206,15 +216,18 @@ def read_ledger(paths: Iterable[Path], *, step_s: float | None = None, period_s:
         DaemonError: A file cannot be read, or a line of it is not an event; names file and line.
     """
     together: dict[tuple[Any, ...], list[Recovery]] = {}
-    for path in paths:
-        for where, line in _lines(path):
-            value = _value(where, line)
-            if Fields(value, where).text("event") != "recovery":
-                continue
-            event = Recovery.parse(value, where)
-            # Before a generation is formed its number is not known: such a failure stays the host's own.
-            key = (event.run_id, event.generation) if event.generation else (where,)
-            together.setdefault(key, []).append(event)
+    formed: dict[tuple[str, str], tuple[int, int]] = {}
+    # A file of all hosts may be there beside those that it was made of.
+    for line, where in {line: where for path in paths for where, line in _lines(path)}.items():
+        value = _value(where, line)
+        if Fields(value, where).text("event") != "recovery":
+            continue
+        event = Recovery.parse(value, where)
+        # Before a generation is formed it has no number: such a failure is the host's first, second, … after the last.
+        last, count = formed.get((event.run_id, event.host), (0, 0))
+        key = (event.generation, 0) if event.generation else (last, count + 1)
+        formed[event.run_id, event.host] = key
+        together.setdefault((event.run_id, *key), []).append(event)
     failures = sorted(map(FailureCost.of, together.values()), key=lambda failure: failure.start_unix_s)
     return Ledger(failures=tuple(failures), step_s=step_s, period_s=period_s)
 

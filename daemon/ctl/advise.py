@@ -17,6 +17,7 @@ from ..base.spec import Finite, parse_size
 
 _GBIT_BYTES: Final = 1e9 / 8
 _FEW: Final = 10
+_LEAST: Final = 1e-6
 _HOSTS: Final = click.IntRange(1, 4096)
 # Losses of hosts are the chapter's, of OPT-175B. In 54 days, on 2,048 hosts in 1,024 racks, Llama 3's training had 54
 # failures of software, and 35 of switches and cables (Table 5).
@@ -25,7 +26,7 @@ _RECOVERY_S: Final = 420.0
 
 
 def _number(name: str, unit: str, default: float | None, *, help: str, **limits: Any) -> Callable[[Any], Any]:
-    kind = Finite(**{"min": 0, **limits})
+    kind = Finite(**{"min": 0, "max": 1e9, **limits})
     return click.option(name, type=kind, metavar=unit, default=default, show_default=default is not None, help=help)
 
 
@@ -37,10 +38,10 @@ def _number(name: str, unit: str, default: float | None, *, help: str, **limits:
 @_number("--software-failures", "X", None, help="Other failures per host and day (0.0005).", max=100)
 @_number("--recovery", "S", None, help="Seconds of a recovery, with all hosts there (420).")
 @_number("--replace", "S", 300.0, help="Seconds until another host is there.")
-@_number("--step", "S", 62.0, help="Seconds of a step.", min_open=True)
+@_number("--step", "S", 62.0, help="Seconds of a step.", min=_LEAST)
 @click.option("--state", callback=parse_size, default="1118G", show_default=True, metavar="SIZE", help="Of all ranks.")
-@_number("--link", "GBIT", 400.0, help="Gbit/s of each host.", min_open=True)
-@_number("--store", "GBIT", 20.0, help="Gbit/s of the persistent tier.", min_open=True)
+@_number("--link", "GBIT", 400.0, help="Gbit/s of each host.", min=_LEAST)
+@_number("--store", "GBIT", 20.0, help="Gbit/s of the persistent tier.", min=_LEAST)
 @_number("--tier-stall", "S", 0.0, help="Seconds for which persisting stops training.")
 @click.option(
     "--events",
@@ -49,9 +50,9 @@ def _number(name: str, unit: str, default: float | None, *, help: str, **limits:
     metavar="FILE",
     help="Take what is in brackets from a run's --rr-events; for each host.",
 )
-@_number("--period", "S", None, help="Seconds that this run took.", min_open=True)
+@_number("--period", "S", None, help="Seconds that this run took.", min=_LEAST)
 @click.option("--standbys", type=click.IntRange(0, 64), default=4, show_default=True, metavar="N", help="At most.")
-@_number("--days", "X", 54.0, help="Days of a simulated run.", min_open=True)
+@_number("--days", "X", 54.0, help="Days of a simulated run.", min=_LEAST)
 @click.option("--seed", type=int, default=1, show_default=True, metavar="N", help="Of the simulation.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def advise(as_json: bool, **given: Any) -> None:
@@ -113,8 +114,10 @@ def _question(
         replace_s=replace,
         fetch_s=fetch_s,
     )
-    if (count := failures.per_day * days) > MOST_FAILURES:
-        most = MOST_FAILURES / failures.per_day
+    # Each host of a lost rack is one.
+    per_day = failures.per_day + failures.racks * failures.rack * max(0, failures.rack_hosts - 1)
+    if (count := per_day * days) > MOST_FAILURES:
+        most = MOST_FAILURES / per_day
         raise click.UsageError(f"--days {days:g} would simulate {count:.0f} failures: give at most {most:.2g} days")
     # A checkpoint counts once the step is over that carries it (Section 6.7.2).
     interval_s = high_frequency_s(fetch_s, step)

@@ -6,13 +6,13 @@ much: a stage of a pipeline has other work than the next one, and is compared wi
 """
 
 import statistics
-import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..base.policy import DetectPolicy
+from ..run.report import Term
 from ..run.rounds import Round
 from ..run.work import LEAST_STEPS, RankWork
 from .threshold import Measure
@@ -31,13 +31,20 @@ _KEPT = 8
 
 
 class _Window(NamedTuple):
-    """How one rank compared with its peers over some steps: from which step on, and when that was known."""
+    """How one rank compared with its peers over some steps: from which step on, and how long these took."""
 
     factor: float
     own_s: float
     others_s: float
     step: int
-    heard_s: float
+    lasted_s: float
+
+
+class _Slow(NamedTuple):
+    """From which step on a rank has been slow, and how long the windows took in which it was."""
+
+    step: int
+    seconds: float
 
 
 class Stragglers:
@@ -45,26 +52,26 @@ class Stragglers:
 
     Args:
         policy: The limits.
-        clock: Monotonic seconds.
     """
 
-    def __init__(self, policy: DetectPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, policy: DetectPolicy) -> None:
         self._policy = policy
-        self._clock = clock
-        self._begin(0)
+        self._begin((0, 0))
 
-    def _begin(self, generation: int) -> None:
-        self._generation = generation
+    def _begin(self, term: Term) -> None:
+        self._term = term
         self._heard: Mapping[int, RankWork] = {}
         self._points: dict[int, dict[int, RankWork]] = {}
         self._bases: dict[tuple[int, ...], int] = {}
         self._windows: dict[int, deque[_Window]] = {}
-        self._slow: dict[int, _Window] = {}
+        self._slow: dict[int, _Slow] = {}
 
-    def hear(self, generation: int, work: Mapping[int, RankWork]) -> None:
-        """Take what ranks have computed in `generation` as of their last points."""
-        if generation != self._generation:
-            self._begin(generation)
+    def hear(self, round_: Round, election: int, work: Mapping[int, RankWork]) -> None:
+        """Take what ranks have computed as of their last points, and nothing of another round or election with it."""
+        if self._term != (term := (round_.generation, election)):
+            self._begin(term)
+        # A host may report of ranks that there are not.
+        work = {rank: point for rank, point in work.items() if rank < round_.world_size}
         if work == self._heard:
             return
         self._heard = work
@@ -81,19 +88,19 @@ class Stragglers:
     def measures(self, round_: Round) -> Iterator[Measure]:
         """Yield how slow the slow ranks are."""
         factor, replace_s = self._policy.straggler_factor, self._policy.straggler_replace_s
-        for rank, first in self._slow.items():
+        for rank, slow in self._slow.items():
             window = sorted(self._windows[rank])[_WINDOWS // 2]
-            lasts = replace_s and self._clock() - first.heard_s >= replace_s
+            lasts = replace_s and slow.seconds >= replace_s
             yield Measure(
                 name=f"rank {rank}",
                 kind="straggler",
                 rank=rank,
-                generation=self._generation,
+                generation=self._term[0],
                 value=max(factor, window.factor),
                 warn=factor,
                 fail=factor if lasts else 0.0,
                 message=f"rank {rank} on host {round_.host_of(rank)} computes {1000 * window.own_s:.0f} ms in each "
-                f"step since step {first.step}, and its peers, which wait for it, {1000 * window.others_s:.0f} ms",
+                f"step since step {slow.step}, and its peers, which wait for it, {1000 * window.others_s:.0f} ms",
             )
 
     def _compare(self, ranks: tuple[int, ...]) -> None:
@@ -106,19 +113,23 @@ class Stragglers:
         self._bases[ranks] = newest
         if base is None or any(base not in known for known in points):
             return
-        steps, heard_s = newest - base, self._clock()
+        steps, lasted_s = newest - base, points[0][newest].at_s - points[0][base].at_s
         own_s = [(known[newest].worked_s - known[base].worked_s) / steps for known in points]
-        step_s = (points[0][newest].at_s - points[0][base].at_s) / steps
-        for rank, seconds, (factor, others_s) in zip(ranks, own_s, slowness(own_s, step_s), strict=True):
+        for rank, seconds, (factor, others_s) in zip(ranks, own_s, slowness(own_s, lasted_s / steps), strict=True):
             windows = self._windows.setdefault(rank, deque(maxlen=_WINDOWS))
-            windows.append(_Window(factor, seconds, others_s, base, heard_s))
+            windows.append(_Window(factor, seconds, others_s, base, lasted_s))
             *usual, worst = sorted(window.factor for window in windows)
+            known = self._slow.get(rank)
             if worst < self._policy.straggler_factor:
                 self._slow.pop(rank, None)
+            elif factor < _EACH:
+                continue
+            elif known is not None:
+                self._slow[rank] = known._replace(seconds=known.seconds + lasted_s)
             elif len(windows) < _WINDOWS or usual[0] < _EACH:
                 continue
             elif statistics.fmean(usual) >= self._policy.straggler_factor:
-                self._slow.setdefault(rank, windows[0])
+                self._slow[rank] = _Slow(windows[0].step, sum(window.lasted_s for window in windows))
 
 
 def slowness(own_s: Sequence[float], step_s: float) -> list[tuple[float, float]]:
@@ -134,17 +145,23 @@ def slowness(own_s: Sequence[float], step_s: float) -> list[tuple[float, float]]
     """
     ordered, found = sorted(own_s), []
     middle_s = statistics.median(ordered)
+    # The median of the others is the same for each rank above the median: whichever of them is left out.
+    others_s = statistics.median(ordered[:-1])
+    away_s = sorted(abs(seconds - others_s) for seconds in ordered)
     for seconds in own_s:
-        factor, others_s = 1.0, middle_s
-        if seconds > middle_s:
-            place = bisect_left(ordered, seconds)
-            others = ordered[:place] + ordered[place + 1 :]
-            others_s = statistics.median(others)
-            spread_s = statistics.median(abs(other - others_s) for other in others)
+        factor = 1.0
+        if is_above := seconds > middle_s:
+            spread_s = _median_without(away_s, bisect_left(away_s, abs(seconds - others_s)))
             if others_s > 0 and seconds - others_s > max(_SHARE * step_s, _SPREADS * spread_s):
                 factor = seconds / others_s
-        found.append((factor, others_s))
+        found.append((factor, others_s if is_above else middle_s))
     return found
+
+
+def _median_without(ordered: Sequence[float], place: int) -> float:
+    """Return the median of all but one."""
+    last = len(ordered) - 2
+    return sum(ordered[index + (index >= place)] for index in (last // 2, -(-last // 2))) / 2
 
 
 def _groups(work: Mapping[int, RankWork]) -> Iterator[tuple[int, ...]]:

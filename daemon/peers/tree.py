@@ -109,8 +109,13 @@ class ReportTree:
 
     def work(self) -> dict[int, RankWork]:
         """Return what the ranks of this host and of all below it have computed, by rank, as far as that is known."""
-        below = (report.work for report in self._reports.values() if report.term == self.term)
-        return {rank: point for work in (self._view.work, *below) for rank, point in work.items()}
+        found, term = dict(self._view.work), self.term
+        for report in self._reports.values():
+            # Of a host that has gone over to another one, what it said here last is known, too.
+            for rank, point in report.work.items() if report.term == term else ():
+                if rank not in found or point.step > found[rank].step:
+                    found[rank] = point
+        return found
 
     def say(self, said: Said) -> None:
         """Let this host, and all below it, know what the root says."""

@@ -324,7 +324,7 @@ def _unhealthy(view: RootView, spare: list[str]) -> Break | None:
         alike = [other for other in spare if view.nprocs.get(other) == view.nprocs.get(host)]
         if _disables(observation) and host in view.round and alike:
             reason = f"host {host} is unhealthy ({observation.message}): {alike[0]} takes its place"
-            return Break(kind="unhealthy", host=host, rank=None, reason=reason)
+            return Break(kind="unhealthy", host=host, rank=observation.rank, reason=reason)
     return None
 
 

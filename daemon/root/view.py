@@ -98,7 +98,13 @@ class RootView:
                     yield host, item
                 # Only the root sees which rank is slow; in another generation that one may run elsewhere.
                 elif item.generation == self.generation and self.round is not None and item.rank is not None:
-                    yield self.round.host_of(item.rank) or host, item
+                    slow = self.round.host_of(item.rank)
+                    if slow is not None and not self._was_moved(self.round.ranks(slow)):
+                        yield slow, item
+
+    def _was_moved(self, ranks: range) -> bool:
+        """Tell whether one of `ranks` was slow on another host, too, and so is slow by what it does."""
+        return any(failure.kind == "unhealthy" and failure.rank in ranks for failure in self.history)
 
     def quarantined(self, now_unix_s: float) -> set[str]:
         """Return the hosts whose quarantine is not over."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..base.fields import MAX_INTEGER
 from .rounds import MAX_WORLD_SIZE
 
 LEAST_STEPS = 4
@@ -10,7 +11,6 @@ LEAST_STEPS = 4
 _LEAST_S = 1.0
 """So long do they take at least."""
 _MOST_STEPS = 1 << 12
-_MOST = 1e12
 
 
 class RankWork(NamedTuple):
@@ -52,7 +52,7 @@ def read_work(rows: Any) -> Mapping[int, RankWork]:
     """
     found = {}
     for rank, *numbers in rows:
-        if not all(type(number) in (int, float) and 0 <= number <= _MOST for number in (rank, *numbers)):
+        if not all(type(number) in (int, float) and 0 <= number <= MAX_INTEGER for number in (rank, *numbers)):
             raise ValueError(f"the work {str([rank, *numbers])[:80]}")
         step, worked_s, at_s, state_bytes = numbers
         found[int(rank)] = RankWork(int(step), worked_s, at_s, int(state_bytes))
