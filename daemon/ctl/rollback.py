@@ -123,7 +123,11 @@ class _Rollback:
         if request is not None and not self._is_settled(request):
             return None  # with it the pair to go back to may be deleted
         pair = self._chosen(seen.get(keys.WATERMARK))
-        puts = {keys.FAILURES(generation): self._failure(round_).to_value()}
+        # No capture of this generation is one that comes next: none is committed over what is restored.
+        puts = {
+            keys.FAILURES(generation): self._failure(round_).to_value(),
+            keys.NEXT: pair_value(Pair(generation + 1, pair.step + 1)),
+        }
         guarded = [keys.ROUND, keys.FAILURES(generation), keys.PERSIST, keys.PERSISTED]
         if pair == seen.get(keys.WATERMARK):
             guarded.append(keys.WATERMARK)

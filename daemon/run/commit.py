@@ -52,16 +52,15 @@ class Agreed(Record):
         Args:
             round_: The current generation, None before the first.
             watermark: What `WATERMARK` says.
-            next_: What `NEXT` says; of another generation it says nothing, and what follows the restored step is
-                captured first.
+            next_: What `NEXT` says. Of an earlier generation it says nothing, and what follows the restored step is
+                captured first; of a later one, that nothing more of this one is committed (`resilientctl rollback`).
         """
         if round_ is None:
             return cls(committed=watermark, next=Pair(0, 0))
         # A watermark of an earlier generation is what the round restores, or was seen before it was set back to that.
         committed = watermark if watermark is not None and watermark[0] >= round_.generation else round_.restore
         following = Pair(round_.generation, 1 if committed is None else committed[1] + 1)
-        ours = next_ is not None and next_[0] == round_.generation
-        return cls(committed=committed, next=max(next_, following) if next_ is not None and ours else following)
+        return cls(committed=committed, next=following if next_ is None else max(next_, following))
 
     def or_later(self, other: "Agreed") -> "Agreed":
         """Return which of the two was said later, of the same generation."""
