@@ -16,7 +16,7 @@ import xxhash
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from .capture.capture import Capturer
+from .capture.capture import Capturer, one_bool
 from .capture.injected import Injected
 from .capture.protection import Protection
 from .capture.stats import CaptureStats
@@ -244,13 +244,14 @@ class Checkpointer:
                 unhealthy is never committed; `root.unhealthy_steps` in a row restart all from what is.
 
         Raises:
-            TypeError: `n` is no integer.
+            TypeError: `n` is no integer, or `healthy` no single bool.
             ValueError: `n` is not greater than before, or less than 1.
             StateError: `restore()` was not called, or the state cannot be captured.
             MemoryBudgetError: The first capture does not fit in the memory budget of the host.
             InjectedFault: `resilient-inject` ordered it.
         """
-        is_healthy = bool(healthy)
+        if (is_healthy := one_bool(healthy)) is None:
+            self._refuse(TypeError(f"step(healthy={str(healthy)[:80]}): give one bool, as in loss.isfinite()"))
         self._injected.strike(self._state)
         started_s = time.monotonic()
         n = self._checked(n)
@@ -426,8 +427,7 @@ class Checkpointer:
             )
             return
         self._plan, self._made_by = read_pair(answer.get("restore")), answer.get("made_by") or 0
-        self._reshapes = answer.get("reshapes", False)
-        self._unhealthy = frozenset(answer.get("unhealthy", ()))
+        self._reshapes, self._unhealthy = answer.get("reshapes", False), frozenset(answer.get("unhealthy", ()))
         self._link = link
         self._work = WorkMeter() if self._state.device() is None else None  # the CPU's time says nothing of a GPU's
         self._pulse = Pulse(link)

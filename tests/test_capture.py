@@ -456,6 +456,20 @@ def test_an_unhealthy_step_is_not_captured_and_not_late(daemon: SoloDaemon, monk
         assert sorted(message["step"] for message in daemon.seen if message["op"] == "complete") == [1, 3]
 
 
+def test_what_is_no_single_bool_says_nothing_of_health(daemon: SoloDaemon) -> None:
+    with Checkpointer(x=0) as ckpt:
+        ckpt.restore()
+        for wrong in (None, 1, float("nan"), torch.tensor(float("nan")), torch.tensor([True, False]), "yes"):
+            with pytest.raises(TypeError, match="give one bool, as in loss"):
+                ckpt.step(1, healthy=wrong)
+        assert "give one bool" in daemon.wait_for("refused")["message"]
+        ckpt.step(1, healthy=np.isfinite(np.float32("nan")))
+        assert daemon.wait_for("progress", step=1)["unhealthy"]
+        for step, right in enumerate((True, np.True_, torch.tensor([True])), 2):
+            ckpt.step(step, healthy=right)
+            assert "unhealthy" not in daemon.wait_for("progress", step=step)
+
+
 @pytest.mark.parametrize("heard", ["before", "after"])
 def test_a_step_that_raises_is_missed_and_not_late(
     daemon: SoloDaemon, monkeypatch: pytest.MonkeyPatch, heard: str

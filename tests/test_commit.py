@@ -147,6 +147,10 @@ def test_what_is_agreed_in_a_generation() -> None:
     assert Agreed.of(later, (2, 7), (2, 19)) == agreed((2, 7), (3, 8))
     assert Agreed.of(later, (2, 9), (2, 19)) == agreed((2, 7), (3, 8))
     assert Agreed.of(later, (3, 9), (3, 12)) == agreed((3, 9), (3, 12))
+    # Where the run goes back, the next generation begins what is captured next, and nothing of this one is.
+    assert Agreed.of(later, (1, 4), (4, 5)) == agreed((2, 7), (4, 5))
+    assert advance(Agreed.of(later, (1, 4), (4, 5)), {(2, 7), (3, 8)}) is None
+    assert Agreed.of(make_round(generation=4, restore=(1, 4)), (1, 4), (4, 5)) == agreed((1, 4), (4, 5))
     for one in (agreed(None, (1, 1)), agreed((1, 4), (1, 6))):
         assert Agreed.parse(one.to_value()) == one
     with pytest.raises(DaemonError, match="'next'"):

@@ -126,8 +126,12 @@ def moves(game: Game, world: World) -> Iterator[tuple[str, World]]:
 def _trainer(game: Game, world: World, rank: int, host: str) -> Iterator[tuple[str, World]]:
     """Steps with and without a capture, as ranks make that wait for each other; news, and missed captures."""
     mine, done = held(world.slots, host, rank), world.done[rank]
-    said = world.watermark, world.next, world.older
-    if world.known[rank] != said and not world.rolled_back:
+    round_ = round_of(game, world.members, world.generation, world.restore, world.base)
+    # Whoever goes back says that the next generation captures next.
+    following = Pair(world.generation + world.rolled_back, world.next)
+    agreed = Agreed.of(round_, world.watermark, following, world.older)
+    said = agreed.committed, agreed.next[1] + 1000 * world.rolled_back, agreed.older
+    if world.known[rank] != said:
         news = (*world.known[:rank], said, *world.known[rank + 1 :])
         yield f"rank {rank} hears", replace(world, known=news)
     following = world.known[rank][1]

@@ -1,7 +1,9 @@
 """`resilientctl rollback` on real daemons and whole jobs, and what it refuses."""
 
 import re
+import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ from hosts import PAYLOAD_BYTES, Hosts, payload, restored_bytes
 
 from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.run.life import Life
+from resilient_run.daemon.run.records import Requirements
 from resilient_run.daemon.tier.manifest import Persisted, RankFile
 from resilient_run.daemon.tier.tier import Tier
+from resilient_run.launcher.rendezvous.agreement import look
 
 pytestmark = pytest.mark.jobs
 
@@ -50,15 +55,25 @@ def test_all_go_back_and_nothing_later_counts(hosts: Hosts, etcd_config: EtcdCon
     hosts.commit(trainers, [1, 2, 3, 4, 5, 6])
     pairs = [[1, 2], [1, 4], [1, 6]]
     wait_until(lambda: key("state/persisted") == {"pairs": pairs}, timeout_s=60, what="published steps")
+    # A storage that lets nothing be taken back.
+    planted = Path(target) / hosts.run_id / "1-6" / "manifest.refused.json"
+    (planted / "manifest.json").mkdir(parents=True)
+    code, output = rollback(hosts.run_id, etcd_config.endpoints[0], 4, "--target", target)
+    assert code == 1
+    assert f"the run does not go back: {planted.parent} would still count" in output
+    assert key("rdzv/failure/1") is None
+    assert hosts.watermark() == (1, 6)
+    shutil.rmtree(planted)
     trainers[0].capture(7)
     order = threading.Thread(
-        target=lambda: answers.append(rollback(hosts.run_id, etcd_config.endpoints[0], 4, "--target", target))
+        target=lambda: answers.append(rollback(hosts.run_id, etcd_config.endpoints[0], 4, "--target", target)),
+        daemon=True,
     )
     order.start()
     wait_until(lambda: key("rdzv/failure/1"), timeout_s=60, what="the order")
     trainers[1].capture(7)
-    hosts.wait_for_replicas("ab", (1, 7), 4)
-    wait_until(lambda: tier.published() == [(1, 2), (1, 4)], timeout_s=60, what="the later step to be taken back")
+    wait_until(lambda: (1, 7) in hosts["b"].held().get(1, ()), timeout_s=30, what="the capture of rank 1")
+    assert tier.published() == [(1, 2), (1, 4)]
     assert hosts.watermark() == (1, 4)
     assert key("state/persisted") == {"pairs": pairs[:2]}
     assert key("state/watermark/persist") is None
@@ -75,6 +90,48 @@ def test_all_go_back_and_nothing_later_counts(hosts: Hosts, etcd_config: EtcdCon
     )
     kinds = [failure["kind"] for failure in key("root/failures")["failures"]]
     assert kinds == ["rollback"]
+
+
+@pytest.mark.parametrize("to", [4, 6])
+def test_a_daemon_that_outlives_the_run_commits_nothing_over_it(hosts: Hosts, etcd_config: EtcdConfig, to: int) -> None:
+    """Launchers that come later have put something right: failures so far count no more, and the round is the same."""
+    target = hosts.policy["persist"]["target"]
+    trainers = hosts.run("ab")
+    hosts.commit(trainers, [1, 2, 3, 4, 5, 6])
+    wait_until(lambda: len(Tier(target, hosts.run_id).published()) == 3, timeout_s=60, what="published steps")
+    wait_until(
+        lambda: hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}state/persisted")).value["pairs"][-1] == [1, 6],
+        timeout_s=60,
+        what="etcd to hear of it",
+    )
+    trainers[0].capture(7)
+
+    async def decided(etcd: Etcd) -> dict[str, int]:
+        found = await etcd.list(hosts.prefix)
+        return {
+            key: found[hosts.prefix + key].revision
+            for key in ("rdzv/round", "state/watermark", "state/watermark/next", "rdzv/job/first.1")
+        }
+
+    guards = {hosts.prefix + key: revision for key, revision in hosts.etcd(decided).items()}
+    code, output = rollback(hosts.run_id, etcd_config.endpoints[0], to, "--target", target, "--timeout", "2")
+    assert code == 1
+    assert "has committed nothing" in output
+    late = {f"{hosts.prefix}state/watermark": {"generation": 1, "step": 7}}
+    assert not hosts.etcd(lambda etcd: etcd.commit(guards, late)), "a commit that was on its way"
+
+    async def follow(etcd: Etcd) -> int:
+        life = Life.of(await look(etcd, hosts.prefix))
+        assert life is not None
+        return await etcd.commit(*life.follow(Requirements(min_nodes=1, max_nodes=2)).below(hosts.prefix))
+
+    assert hosts.etcd(follow)
+    trainers[1].capture(7)
+    wait_until(lambda: (1, 7) in hosts["b"].held().get(1, ()), timeout_s=30, what="the capture of rank 1")
+    time.sleep(1)  # a root that would commit it needs a moment
+    assert hosts.watermark() == (1, to)
+    trainers = hosts.run("ab", generation=2)
+    hosts.commit(trainers, [to + 1, to + 2])
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, Literal
 
+import numpy as np
 import torch
 
 from ..errors import CheckpointError, DaemonError, MemoryBudgetError, SlotSizeError
@@ -562,6 +563,13 @@ class Capturer:
             capture.phase = phase
             self._busy = phase < _Phase.COMPLETE
             self._changed.notify_all()
+
+
+def one_bool(given: object) -> bool | None:
+    """Return what a bool of Python, NumPy or torch says, None for anything else: a loss that is NaN counts as true."""
+    if isinstance(given, torch.Tensor) and given.dtype == torch.bool and given.numel() == 1:
+        return bool(given)
+    return bool(given) if isinstance(given, bool | np.bool_) else None
 
 
 def _device(plan: CapturePlan) -> contextlib.AbstractContextManager[object]:

@@ -88,7 +88,7 @@ class _Rollback:
             EtcdError: etcd cannot be reached or refuses.
         """
         etcd = await Etcd.connect(config)
-        broken: tuple[int, Pair] | None = None
+        broken: int | None = None
         try:
             async with asyncio.timeout(timeout_s), aclosing(etcd.changes(self._prefix)) as states:
                 async for changes in states:
@@ -100,11 +100,7 @@ class _Rollback:
                     watermark = self._mirror.get(keys.WATERMARK)
                     if broken is None:
                         broken = await self._order(etcd, life, round_)
-                        if broken is not None:
-                            await self._take_back(*broken)
-                    elif watermark is not None and broken[0] < round_.generation == watermark[0]:
-                        # What was being published meanwhile.
-                        await self._take_back(*broken)
+                    elif watermark is not None and broken < round_.generation == watermark[0]:
                         return (
                             f"run {self._run_id!r} went back to step {self._step}: generation {round_.generation} has "
                             f"committed step {watermark[1]}"
@@ -113,22 +109,26 @@ class _Rollback:
             await etcd.close()
         raise DaemonError("etcd ended the watch")
 
-    async def _order(self, etcd: Etcd, life: Life, round_: Round) -> tuple[int, Pair] | None:
+    async def _order(self, etcd: Etcd, life: Life, round_: Round) -> int | None:
         """Move the watermark and break the generation in one transaction; None where that must wait, or was too late.
 
         Returns:
-            The broken generation, and what the next one restores.
+            The broken generation.
         """
         seen, generation = self._mirror, round_.generation
         request: PersistRequest | None = seen.get(keys.PERSIST)
         if request is not None and not self._is_settled(request):
-            return None  # with it the pair to go back to may be deleted
+            return None  # else it may be published later, and the pair to go back to deleted
         watermark: Pair | None = seen.get(keys.WATERMARK)
         # Which older ones all hosts hold is known once they hold something of this generation.
         is_known = watermark is not None and watermark.generation == generation
         in_memory: tuple[Pair, ...] = seen.get(keys.OLDER, ()) if is_known else ()
         pair = self._chosen(watermark, in_memory)
-        puts = {keys.FAILURES(generation): self._failure(round_).to_value()}
+        # No capture of this generation is one that comes next: none is committed over what is restored.
+        puts = {
+            keys.FAILURES(generation): self._failure(round_).to_value(),
+            keys.NEXT: pair_value(Pair(generation + 1, pair.step + 1)),
+        }
         guarded = [keys.ROUND, keys.FAILURES(generation), keys.PERSIST, keys.PERSISTED]
         if pair == watermark:
             guarded.append(keys.WATERMARK)
@@ -139,10 +139,12 @@ class _Rollback:
         # Also where nothing is left out: what was published before is then not written again. Nor is a later step
         # published anew, of which the answers are gone.
         puts[keys.PERSISTED] = {"pairs": [other for other in seen.get(keys.PERSISTED, ()) if other <= pair]}
+        # Before the order: whatever ends this command, a run that went back has no later step in the tier.
+        await self._take_back(pair)
         guards = {**life.guard, **{key: seen.revisions.get(key, 0) for key in guarded}}
         change = Transaction(guards=guards, puts=puts, deletes=(keys.PERSIST, keys.ANSWERS()))
         done = await etcd.commit(*change.below(self._prefix))
-        return (generation, pair) if done else None
+        return generation if done else None
 
     def _chosen(self, watermark: Pair | None, in_memory: tuple[Pair, ...]) -> Pair:
         """Return the newest pair of the step that every rank can restore.
@@ -179,23 +181,23 @@ class _Rollback:
             )
         return ranks
 
-    async def _take_back(self, generation: int, pair: Pair) -> None:
-        """Let nothing that the broken generation or one before it has published after `pair` count.
+    async def _take_back(self, pair: Pair) -> None:
+        """Let nothing that was published after `pair` count.
 
         Raises:
             DaemonError: The storage refuses.
         """
         if self._tier is None:
             return
-        try:
-            for other in await call(self._tier, self._tier.published):
-                if pair < other < (generation + 1,):
-                    await call(self._tier, self._tier.refuse, other)
-        except TierError as error:
-            raise DaemonError(
-                f"the run goes back to step {pair[1]}, but later steps still count in the persistent tier ({error}): "
-                "delete their directories"
-            ) from error
+        for other in await call(self._tier, self._tier.published):
+            if other <= pair:
+                continue
+            try:
+                await call(self._tier, self._tier.refuse, other)
+            except TierError as error:
+                raise DaemonError(
+                    f"the run does not go back: {self._tier.shown_pair(other)} would still count ({error}); delete it"
+                ) from error
 
     def _is_settled(self, request: PersistRequest) -> bool:
         answers = self._mirror.folders[keys.ANSWERS].values()

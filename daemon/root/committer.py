@@ -124,7 +124,7 @@ class Committer:
     def due(self) -> _Move | None:
         """Return what to write, by what is known now; None without anything."""
         report, agreed, round_ = self._tree.report(), self._state.agreed, self._state.round
-        if report is None or round_ is None or report.term[0] != round_.generation or self._state.is_rolled_back:
+        if report is None or round_ is None or report.term[0] != round_.generation:
             return None
         pair = None if report.absent else advance(agreed, report.complete)
         if pair is not None and not self._agrees(pair):

@@ -94,12 +94,6 @@ class RootState:
         return older
 
     @property
-    def is_rolled_back(self) -> bool:
-        """Whether somebody has set the watermark back: what this generation has made is not to be committed."""
-        failure = None if self.round is None else self._folders[keys.FAILURES].get(self.round.generation)
-        return failure is not None and failure.kind == "rollback"
-
-    @property
     def world_size(self) -> int | None:
         """Number of ranks of the current round, None before the first."""
         return None if self.round is None else self.round.world_size

@@ -54,8 +54,8 @@ class Agreed(Record):
         Args:
             round_: The current generation, None before the first.
             watermark: What `WATERMARK` says.
-            next_: What `NEXT` says; of another generation it says nothing, and what follows the restored step is
-                captured first.
+            next_: What `NEXT` says. Of an earlier generation it says nothing, and what follows the restored step is
+                captured first; of a later one, that nothing more of this one is committed (`resilientctl rollback`).
             older: What `OLDER` says, with `watermark`.
         """
         if round_ is None:
@@ -64,9 +64,7 @@ class Agreed(Record):
         is_here = watermark is not None and watermark[0] >= round_.generation
         committed, older = (watermark, older) if is_here else (round_.restore, round_.older)
         following = Pair(round_.generation, 1 if committed is None else committed[1] + 1)
-        ours = next_ is not None and next_[0] == round_.generation
-        following = max(next_, following) if next_ is not None and ours else following
-        return cls(committed=committed, next=following, older=older)
+        return cls(committed=committed, next=following if next_ is None else max(next_, following), older=older)
 
     def or_later(self, other: "Agreed") -> "Agreed":
         """Return which of the two was said later, of the same generation."""
