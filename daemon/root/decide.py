@@ -251,9 +251,11 @@ def _crash_loop(view: RootView, policy: RootPolicy) -> Stop | None:
     if count < policy.crash_loop_failures:
         return None
     where = f"step {first}" if first == reached else f"steps {first} to {reached}"
+    # Started again, a run skips the steps that were unhealthy.
+    hint = "" if last.kind == "unhealthy_steps" else ", so a restart does not help"
     return Stop(
-        reason=f"training failed {count} times at {where} in the same way, so a restart does not help; the "
-        f"last time: {last.message or last.kind}"
+        reason=f"training failed {count} times at {where} in the same way{hint}; the last time: "
+        f"{last.message or last.kind}"
     )
 
 
