@@ -306,6 +306,21 @@ def test_launcher_that_is_told_to_end_leaves_at_once(launchers: Launchers) -> No
     assert launchers.members() == set()
 
 
+def test_exit_because_of_a_lost_host_is_told_as_its_loss_to_who_was_not_there(launchers: Launchers) -> None:
+    """The standby becomes a member, and the next root may be one: neither saw who was in the generation before."""
+    for host in "abc":
+        launchers.make(host, (2, 2))
+    launchers.joined("ab")
+    standby = launchers.join("c")["c"]
+    launchers.handlers["a"].report_failure(kind="worker_exit", message="rank 0 exited with code 1", exitcode=1)
+    launchers.handlers["b"].leave()
+    launchers.joined("a")
+    standby.result(WAIT_S)
+    failure = launchers.handlers["c"].view.failures[1]
+    assert (failure.kind, failure.host) == ("host_lost", "b")
+    assert failure.message == "host b is lost, and rank 0 exited with code 1"
+
+
 def test_standby_waits_without_disturbing_and_takes_a_vacated_rank(launchers: Launchers) -> None:
     for host in "abc":
         launchers.make(host, (2, 2), join_timeout="2")
