@@ -101,7 +101,7 @@ class Life:
     def form(
         self, formed: Round, before: Round | None, watermark_revision: int, failure: Failure | None
     ) -> Transaction:
-        """Form a round after `before`, with what is committed; `failure` is why that one broke, if its key is to change."""
+        """Form a round after `before`, with what is committed; `failure` is why that broke, if its key is to change."""
         # Whoever is in the new round has seen why the one before broke; nobody asks about those before it.
         stale = formed.generation - 2
         return Transaction(

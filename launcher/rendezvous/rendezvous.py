@@ -458,8 +458,8 @@ class EtcdRendezvous(RendezvousHandler):
         ready = sorted(member.host for member in view.members.values() if member.ready == generation)
         raise RendezvousTimeoutError(
             f"generation {generation} of run {self._run_id!r} did not start within {deadline.patience_s:g} s: "
-            f"{reason}. Ready hosts: {', '.join(ready) or 'none'}. Start the missing hosts with the same --rdzv-id and --rdzv-endpoint, or "
-            "raise join_timeout in --rdzv-conf"
+            f"{reason}. Ready hosts: {', '.join(ready) or 'none'}. Start the missing hosts with the same --rdzv-id and "
+            "--rdzv-endpoint, or raise join_timeout in --rdzv-conf"
         )
 
     def _rank_in(self, formed: Round | None) -> int | None:
