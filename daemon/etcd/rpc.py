@@ -212,7 +212,7 @@ class EtcdConnection:
         tls = "with TLS" if self.config.tls else "without TLS"
         return EtcdUnavailable(
             f"cannot reach etcd at {self.config.where} {tls} ({details}): check that it runs, and the endpoint, "
-            "port and TLS files given to --rdzv-endpoint and --rdzv-conf (of resilientctl: --etcd-endpoint, --etcd-conf)"
+            "port and TLS files given to --rdzv-endpoint and --rdzv-conf (resilientctl: --etcd-endpoint, --etcd-conf)"
         )
 
     def _channels(self) -> deque[Endpoint]:
