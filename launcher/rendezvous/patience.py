@@ -41,7 +41,7 @@ class Patience:
             ours = ", ".join((*_TIMES[:3], *ACCESS))
             log.warning("--rdzv-conf: etcd-v3 ignores %s; it knows %s", ", ".join(unknown), ours)
         return cls(
-            join_timeout_s=_seconds(params, "join_timeout", _seconds(params, "timeout", 600.0)),
+            join_timeout_s=_seconds(params, "join_timeout", _seconds(params, "timeout", 900.0)),
             last_call_s=_seconds(params, "last_call_timeout", 30.0),
             lease_ttl_s=_seconds(params, "lease_ttl", 5.0),
         )
