@@ -1080,10 +1080,14 @@ def test_other_nnodes_than_the_run_has(launchers: Launchers) -> None:
     ],
 )
 def test_another_run_key_than_the_run_has(launchers: Launchers, first: str, second: str, told: str) -> None:
-    """A host whose daemon the others would not let in is no host; a run that nobody runs may get another key."""
-    launchers.make("a", (1, 2), last_call_timeout="0.1").describe(1, "", key_proof=first)
+    """A host whose daemon the others would not let in is no host; a run that nobody runs may get another key.
+
+    With it the hash of the same arguments is another one, of which nothing is said.
+    """
+    marks = [replace(MARK, arguments=key) for key in (first, second)]
+    launchers.make("a", (1, 2), last_call_timeout="0.1").describe(1, "", key_proof=first, fingerprint=marks[0])
     launchers.joined("a")
-    launchers.make("b", (1, 2), lease_ttl="1").describe(1, "", key_proof=second)
+    launchers.make("b", (1, 2), lease_ttl="1").describe(1, "", key_proof=second, fingerprint=marks[1])
     with pytest.raises(
         RendezvousStateError,
         match=f"goes on {told}: start every launcher of a run with the same values, or choose another --rdzv-id$",
