@@ -55,6 +55,10 @@ def _job_lines(job: dict[str, Any], now_unix_s: float) -> Iterator[str]:
         yield f"  {protection['steps_at_risk']} step(s) at risk{'' if protection['protected'] else why}"
     if job.get("replication"):
         yield f"  replicas every {job['replication']['every']} step(s): {job['replication']['reason']}"
+    if (tier := job.get("persist")) is not None:
+        step = f"step {tier['written'][1]}" if tier["written"] else "nothing yet"
+        problem = f"; the last attempt: {tier['error']}" if tier["error"] else ""
+        yield f"  persistent tier {tier['target']}: this host wrote {step}{problem}"
     for seen in job.get("observations", []):
         yield f"  {seen['severity']}: {seen['kind']}: {seen['message']}"
     yield from task_lines(job.get("tasks", []), now_unix_s)
