@@ -35,7 +35,6 @@ from .config import RunConfig
 from .daemon_link import DaemonLink
 from .fingerprint import fingerprint
 from .rendezvous.rendezvous import EtcdRendezvous
-from .rendezvous.rounds import explained
 from .timeline import RecoveryTimeline, newest_step
 from .workers.import_hook import AUTO
 from .workers.warm import WorkerStarter
@@ -238,10 +237,8 @@ class ResilientAgent(LocalElasticAgent):
             since_s = max(0.0, time.time() - failure.unix_s) if failure.unix_s else 0.0
             self._timeline.join(kind=failure.kind, cause=failure.message, since_s=since_s)
         failure = None if before is None else self._rdzv.view.failures.get(before.generation)
-        if before is not None and failure is not None:
-            why = explained(failure, before, self._rdzv.view)
-            if why.kind == "host_lost":
-                self._timeline.correct(kind=why.kind, cause=why.message)
+        if failure is not None and failure.kind == "host_lost":
+            self._timeline.correct(kind=failure.kind, cause=failure.message)
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec

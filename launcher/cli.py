@@ -202,6 +202,11 @@ def _prepared(args: argparse.Namespace, config: RunConfig) -> Iterator[None]:
             args.standalone = False
             config = replace(config, ephemeral=True)
         elif args.rdzv_backend != BACKEND:
+            if "," in args.rdzv_endpoint:
+                raise click.UsageError(
+                    f"--rdzv-endpoint={args.rdzv_endpoint} has several addresses, and --rdzv-backend="
+                    f"{args.rdzv_backend} takes one: the members of an etcd need --rdzv-backend={BACKEND}"
+                )
             log.warning(
                 "rendezvous backend %s: this run keeps no checkpoints in memory%s; for them use "
                 "--rdzv-backend=%s --rdzv-endpoint=<etcd host:port>",

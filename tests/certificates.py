@@ -5,7 +5,10 @@ from pathlib import Path
 
 
 def make_certificates(directory: Path) -> None:
-    """Make two authorities, `ca` and `other`: one for a server at 127.0.0.1 and a client, one for a `rogue` server."""
+    """Make two authorities, `ca` and `other`: one for a server at 127.0.0.1 and a client, one for a `rogue` server.
+
+    The server also has a certificate that has `expired`.
+    """
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=directory)
@@ -25,3 +28,7 @@ def make_certificates(directory: Path) -> None:
             *("x509", "-req", "-in", name, *signed_by, "-days", "2"),
             *("-extfile", f"{name}.ext", "-out", f"{name}.pem"),
         )
+    openssl(
+        *("x509", "-req", "-in", "server", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "-1"),
+        *("-extfile", "server.ext", "-out", "expired.pem"),
+    )

@@ -8,9 +8,11 @@ from typing import Any
 import click
 import pytest
 from torch.distributed.argparse_util import check_env, env
-from torch.distributed.run import get_args_parser, parse_args
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.run import config_from_args, get_args_parser, parse_args
 
 from resilient_run.launcher.cli import ResilientRun, main
+from resilient_run.launcher.rendezvous.patience import Patience
 
 SCRIPT = ["train.py", "--lr", "1"]
 OPTIONS = [action for action in get_args_parser()._actions if action.option_strings and action.dest != "help"]
@@ -170,3 +172,10 @@ def test_error_message_and_exit_code(capfd: pytest.CaptureFixture[str], monkeypa
     assert "Usage: resilient-run" in output.err
     assert "argument --max-restarts/--max_restarts: invalid int value: 'many'" in output.err
     assert not output.out
+
+
+def test_hosts_wait_for_each_other_as_long_as_documented() -> None:
+    """The default of the `timeout` that torch gives every rendezvous is ours (docs/operations/etcd.md)."""
+    config, *_ = config_from_args(parse_args(["--rdzv-backend=etcd-v3", "--rdzv-endpoint=etcd", *SCRIPT]))  # type: ignore[no-untyped-call]
+    params = RendezvousParameters("etcd-v3", "etcd", "r", 1, 1, **config.rdzv_configs)
+    assert Patience.from_params(params).join_timeout_s == 900

@@ -286,6 +286,27 @@ def test_tls_that_does_not_fit(patient: Patient, tmp_path: Path) -> None:
         etcd.kill()
 
 
+def test_certificates_that_are_refused(patient: Patient, tmp_path: Path) -> None:
+    """That of etcd has expired, and etcd asks for one that it trusts."""
+    make_certificates(tmp_path)
+    ca, key = f"cacert={tmp_path / 'ca.pem'}", f"key={tmp_path / 'client.key'}"
+    refused = [
+        ("expired", ca, "certificate has expired", "renew the certificate of this etcd"),
+        ("server", ca, "refuses a host without cert= and key=", "a CA that it trusts"),
+        ("server", f"{ca},cert={tmp_path / 'server.pem'},{key}", f"{key} does not belong to cert=", "one certificate"),
+    ]
+    for certificate, conf, found, remedy in refused:
+        files = (f"--cert-file={tmp_path / certificate}.pem", f"--key-file={tmp_path / 'server.key'}")
+        asks = ("--client-cert-auth", f"--trusted-ca-file={tmp_path / 'ca.pem'}")
+        etcd = EtcdProcess(tmp_path / "etcd", *files, *asks, scheme="https")
+        etcd.start()
+        try:
+            report = patient.doctor("--etcd-endpoint", etcd.endpoint, "--etcd-conf", conf)
+        finally:
+            etcd.kill()
+        report.says("etcd-reachable", "fail", found=found, remedy=remedy)
+
+
 def test_an_etcd_that_lets_nobody_in_without_a_password(patient: Patient, tmp_path: Path) -> None:
     etcd = EtcdProcess(tmp_path / "etcd")
     etcd.start()

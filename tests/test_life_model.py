@@ -244,7 +244,7 @@ def plans(world: World, entered: Life, own: Launcher, *, seated: bool) -> Iterat
         generation = entered.job.after_generation if round_ is None else round_.generation
         seats = tuple(members[host].seat for host in sorted(members))
         formed = Round(generation=generation + 1, seats=seats, restore=mirror.get(keys.WATERMARK))
-        yield "forms", entered.form(formed, round_, mirror.revisions.get(keys.WATERMARK, 0))
+        yield "forms", entered.form(formed, round_, mirror.revisions.get(keys.WATERMARK, 0), None)
     if seated and round_ is not None:
         failure = Failure(generation=round_.generation, kind="worker_exit")
         yield "fails", entered.create(keys.FAILURES(round_.generation), failure.to_value())

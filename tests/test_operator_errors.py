@@ -66,6 +66,19 @@ def test_no_endpoint(host: Host, tmp_path: Path) -> None:
     assert "no etcd endpoint given; use --rdzv-endpoint=host[:port]" in message_of(host, tmp_path)
 
 
+def test_members_of_etcd_without_its_backend(host: Host, tmp_path: Path) -> None:
+    host.launch(["--nnodes", "2", "--rdzv-endpoint", "etcd-0:2379,etcd-1:2379"], [str(tmp_path / "train.py")])
+    assert host.wait() == 2
+    assert "Traceback" not in host.output, host.output
+    assert "need --rdzv-backend=etcd-v3" in host.output
+
+
+def test_a_setting_that_does_not_exist_is_named(host: Host, tmp_path: Path) -> None:
+    conf = "lease_tll=30,join_timeout=9,timeout=9,cert=/client.pem"
+    assert "cert= and key=" in message_of(host, tmp_path, "--rdzv-endpoint", "etcd", "--rdzv-conf", conf)
+    assert "--rdzv-conf: etcd-v3 ignores lease_tll; it knows join_timeout, " in host.output
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

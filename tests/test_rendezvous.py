@@ -306,6 +306,21 @@ def test_launcher_that_is_told_to_end_leaves_at_once(launchers: Launchers) -> No
     assert launchers.members() == set()
 
 
+def test_exit_because_of_a_lost_host_is_told_as_its_loss_to_who_was_not_there(launchers: Launchers) -> None:
+    """The standby becomes a member, and the next root may be one: neither saw who was in the generation before."""
+    for host in "abc":
+        launchers.make(host, (2, 2))
+    launchers.joined("ab")
+    standby = launchers.join("c")["c"]
+    launchers.handlers["a"].report_failure(kind="worker_exit", message="rank 0 exited with code 1", exitcode=1)
+    launchers.handlers["b"].leave()
+    launchers.joined("a")
+    standby.result(WAIT_S)
+    failure = launchers.handlers["c"].view.failures[1]
+    assert (failure.kind, failure.host) == ("host_lost", "b")
+    assert failure.message == "host b is lost, and rank 0 exited with code 1"
+
+
 def test_standby_waits_without_disturbing_and_takes_a_vacated_rank(launchers: Launchers) -> None:
     for host in "abc":
         launchers.make(host, (2, 2), join_timeout="2")
@@ -1065,10 +1080,14 @@ def test_other_nnodes_than_the_run_has(launchers: Launchers) -> None:
     ],
 )
 def test_another_run_key_than_the_run_has(launchers: Launchers, first: str, second: str, told: str) -> None:
-    """A host whose daemon the others would not let in is no host; a run that nobody runs may get another key."""
-    launchers.make("a", (1, 2), last_call_timeout="0.1").describe(1, "", key_proof=first)
+    """A host whose daemon the others would not let in is no host; a run that nobody runs may get another key.
+
+    With it the hash of the same arguments is another one, of which nothing is said.
+    """
+    marks = [replace(MARK, arguments=key) for key in (first, second)]
+    launchers.make("a", (1, 2), last_call_timeout="0.1").describe(1, "", key_proof=first, fingerprint=marks[0])
     launchers.joined("a")
-    launchers.make("b", (1, 2), lease_ttl="1").describe(1, "", key_proof=second)
+    launchers.make("b", (1, 2), lease_ttl="1").describe(1, "", key_proof=second, fingerprint=marks[1])
     with pytest.raises(
         RendezvousStateError,
         match=f"goes on {told}: start every launcher of a run with the same values, or choose another --rdzv-id$",

@@ -39,6 +39,13 @@ def test_second_daemon_is_refused(hosts: Hosts) -> None:
     assert host.status()["jobs"] == []
 
 
+def test_access_to_etcd_that_has_another_name(hosts: Hosts) -> None:
+    for command in (["doctor"], ["forget", "r"]):
+        done = ctl(hosts, *command, "--etcd-endpoint", "etcd", "--etcd-conf", "user=a,passwordfil=/secret")
+        assert done.returncode == 2
+        assert "--etcd-conf has no passwordfil, only user, passwordfile, cacert, cert, key" in done.stderr
+
+
 def test_logs_are_json_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directories = ("--run-dir", str(tmp_path / "run"), "--shm-dir", str(tmp_path / "shm"), "--idle-exit", "0.1")
     monkeypatch.setenv("RESILIENT_LOG_FORMAT", "json")

@@ -15,8 +15,8 @@ from resilient_run.daemon.run.life import Life
 from resilient_run.daemon.run.quarantine import Quarantine
 from resilient_run.daemon.run.records import Agreement, Closed, Failure
 from resilient_run.daemon.run.rounds import Member, Round, Seat
-from resilient_run.launcher.rendezvous.forming import FormingDecision, next_round, standby
-from resilient_run.launcher.rendezvous.rounds import View, assign_ranks, broken, explained, newcomers, rendezvous_mirror
+from resilient_run.launcher.rendezvous.forming import Announcer, FormingDecision, next_round, standby
+from resilient_run.launcher.rendezvous.rounds import View, assign_ranks, broken, newcomers, rendezvous_mirror
 
 NOW_S = 1_000_000.0
 
@@ -86,7 +86,7 @@ def test_first_round_waits_for_the_minimum() -> None:
     decision = decide(view(ready("ab", 1)), 1, (3, 3), since_arrival_s=1000)
     assert decision.members is None
     assert decision.reason == "2 of at least 3 hosts are ready"
-    assert decision.wait_s is None
+    assert not decision.notable
 
 
 def test_first_round_has_a_last_call() -> None:
@@ -268,11 +268,23 @@ def test_worker_exit_is_explained_by_a_host_that_is_gone_in_the_next_round(
     before = Round(generation=1, seats=(seat("a"), seat("b")), restore=None)
     seats = tuple(replace(seat(session[0]), session=session) for session in after)
     now = replace(view(ready(standbys, 0)), round=Round(generation=2, seats=seats, restore=None))
-    found = explained(failure, before, now)
+    found = failure.explained(before.gone(now.members, now.round))
     assert found.host == blamed
     assert (found is failure) == (blamed == "a")
     if found is not failure:
         assert (found.kind, found.message) == ("host_lost", "host b is lost, and rank 0 exited")
+
+
+def test_who_waits_for_long_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr("resilient_run.launcher.rendezvous.forming.time.monotonic", lambda: now_s[0])
+    announcer = Announcer("r")
+    for seconds in (0, 59, 1, 60):
+        now_s[0] += seconds
+        announcer.tell(decide(view(ready("a", 1)), 1, (2, 2)), 1, 500.0)
+    line = "run r, generation 1: 1 of at least 2 hosts are ready"
+    seen = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert seen == [f"{line} (for another 500 s, join_timeout)"] * 2
 
 
 def test_newcomers_are_wanted_only_while_there_is_room() -> None:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import click
 
 from ..etcd.client import EtcdConfig
+from ..etcd.config import ACCESS
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -47,8 +48,10 @@ def parse_etcd(endpoint: str, conf: str) -> EtcdConfig:
         items = [item for item in conf.split(",") if item.strip()]
         if any("=" not in item for item in items):
             raise ValueError("--etcd-conf takes NAME=VALUE, separated by commas")
-        options = dict(item.split("=", 1) for item in items)
-        return EtcdConfig.parse(endpoint, {name.strip(): value.strip() for name, value in options.items()})
+        options = {name.strip(): value.strip() for name, value in (item.split("=", 1) for item in items)}
+        if unknown := sorted(options.keys() - {*ACCESS, "password"}):
+            raise ValueError(f"--etcd-conf has no {', '.join(unknown)}, only {', '.join(ACCESS)}")
+        return EtcdConfig.parse(endpoint, options)
     except ValueError as error:
         raise click.UsageError(f"--etcd-endpoint or --etcd-conf: {error}") from error
 

@@ -12,6 +12,7 @@ from ..base.supervise import task_lines
 from .ask import ask
 
 _SHOWN_DECISIONS = 5
+_SILENT_S = 5.0  # it confirms a lease far more often
 
 
 @click.command()
@@ -38,12 +39,15 @@ def _job_lines(job: dict[str, Any], now_unix_s: float) -> Iterator[str]:
     launcher = f"launcher pid {job['launcher_pid']}" if job.get("launcher_pid") else "no launcher"
     watermark = job.get("watermark")
     committed = f"step {watermark['step']} (generation {watermark['generation']})" if watermark else "nothing"
+    own, all_ = job.get("own_ranks", []), job.get("world_size", 0)
+    stands_by = job.get("launcher_pid") and all_ and not own
     yield (
         f"{job['run_id']} on host {job['host']}: {launcher}, generation {job.get('generation', 0)}, "
-        f"ranks {job.get('own_ranks', [])} of {job.get('world_size', 0)}, committed {committed}"
+        f"{f'standby for {all_} ranks' if stands_by else f'ranks {own} of {all_}'}, committed {committed}"
     )
     if job.get("etcd"):
-        yield f"  etcd: {job['etcd']}"
+        silent_s = job.get("etcd_silent_s") or 0.0
+        yield f"  etcd: {job['etcd']}{f', silent for {silent_s:.0f} s' if silent_s > _SILENT_S else ''}"
     if job.get("failure"):
         yield f"  failed: {job['failure']}"
     if (protection := job.get("protection")) is not None:
@@ -51,6 +55,10 @@ def _job_lines(job: dict[str, Any], now_unix_s: float) -> Iterator[str]:
         yield f"  {protection['steps_at_risk']} step(s) at risk{'' if protection['protected'] else why}"
     if job.get("replication"):
         yield f"  replicas every {job['replication']['every']} step(s): {job['replication']['reason']}"
+    if (tier := job.get("persist")) is not None:
+        step = f"step {tier['written'][1]}" if tier["written"] else "nothing yet"
+        problem = f"; the last attempt: {tier['error']}" if tier["error"] else ""
+        yield f"  persistent tier {tier['target']}: this host wrote {step}{problem}"
     for seen in job.get("observations", []):
         yield f"  {seen['severity']}: {seen['kind']}: {seen['message']}"
     yield from task_lines(job.get("tasks", []), now_unix_s)

@@ -26,6 +26,7 @@ _SLOW_S, _TOO_SLOW_S = 0.025, 0.5
 _LONG = 1_000_000
 _TIME_ERROR = 5
 _SKEW_S, _WRONG_S = 2.0, 60.0
+_TIMES = (9, 10)  # of OpenSSL: the certificate is not valid yet, and no longer
 _TIMEX_BYTES = 512
 _FORGET = "start etcd with --auto-compaction-retention=5m"
 _MAKE_SPACE = f"make space (etcdctl compact, defrag, alarm disarm), and {_FORGET}"
@@ -128,12 +129,20 @@ def _why_silent(answer: _Answer, config: EtcdConfig) -> tuple[str, str]:
     except ConnectionRefusedError:
         return f"nothing listens at {endpoint}", f"start etcd there, or correct host and port in {_GIVE}"
     except ssl.SSLCertVerificationError as error:
-        return (
-            f"{endpoint}: {error.verify_message}",
-            "the cacert= of this etcd, and the name that is in its certificate",
-        )
+        expired = "renew the certificate of this etcd, or correct this host's clock"
+        other = "the cacert= of this etcd, and the name that is in its certificate"
+        return f"{endpoint}: {error.verify_message}", expired if error.verify_code in _TIMES else other
     except (ssl.SSLError, ConnectionError) as error:
-        found = f"{endpoint} refuses TLS ({getattr(error, 'reason', None) or error})"
+        why = str(getattr(error, "reason", None) or error)
+        if why == "KEY_VALUES_MISMATCH":
+            return f"key={config.key} does not belong to cert={config.cert}", "give the two files of one certificate"
+        if "CERTIFICATE" in why:
+            given = f"cert={config.cert}" if config.cert else "a host without cert= and key="
+            return (
+                f"{endpoint} refuses {given} ({why})",
+                "a cert= and key= of a CA that it trusts, which has not expired",
+            )
+        found = f"{endpoint} refuses TLS ({why})"
         return (
             found,
             "leave out cacert=, cert= and key= where etcd has no TLS; else give a cert= and key= that it accepts",
@@ -144,8 +153,8 @@ def _why_silent(answer: _Answer, config: EtcdConfig) -> tuple[str, str]:
         return f"{endpoint}: {error.strerror or error}", f"correct {_GIVE}, see `ip route`"
     return (
         f"{endpoint} accepts connections, but does not answer as etcd does",
-        f"something else listens there: correct the port in {_GIVE}; if it is etcd, has it a leader "
-        "(`etcdctl endpoint status --cluster`)?",
+        "if it is etcd, it has no leader: start the other members (`etcdctl endpoint status --cluster`); else "
+        f"something else listens there: correct the port in {_GIVE}",
     )
 
 

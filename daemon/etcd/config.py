@@ -10,6 +10,8 @@ from ..trust.private import read_secret
 from ..trust.secret import PASSWORD_VARIABLE, secret_variable
 
 DEFAULT_PORT = 2379
+ACCESS = ("user", "passwordfile", "cacert", "cert", "key")
+"""The options of access."""
 _MOST_SOCKET_BYTES = 107
 RUNS = "/resilient-run/"
 """Below it are the keys of all runs, and nothing else of ours: the user must be allowed to read and write there."""

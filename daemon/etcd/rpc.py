@@ -11,24 +11,26 @@ from .config import RUNS, EtcdConfig, is_unix
 
 
 @contextmanager
-def _without_fork_support() -> Iterator[None]:
-    """Keep gRPC, which reads this variable when it is imported, from printing a line at every fork of the process.
+def _quietly() -> Iterator[None]:
+    """Keep gRPC, which reads these variables when it is imported, from lines of its own. Children do not inherit them.
 
-    No child of ours uses a channel of its parent. Children do not inherit the setting.
+    They would come at every fork of the process, though no child of ours uses a channel of its parent, and at every
+    attempt of a TLS handshake, around the one error that we show.
     """
-    name = "GRPC_ENABLE_FORK_SUPPORT"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
+    quiet = {"GRPC_ENABLE_FORK_SUPPORT": "false", "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR")}
+    before = {name: os.environ.get(name) for name in quiet}
+    os.environ.update(quiet)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
-with _without_fork_support():
+with _quietly():
     import grpc  # type: ignore[import-untyped, unused-ignore]
     from aetcd import rpc
 
@@ -210,7 +212,7 @@ class EtcdConnection:
         tls = "with TLS" if self.config.tls else "without TLS"
         return EtcdUnavailable(
             f"cannot reach etcd at {self.config.where} {tls} ({details}): check that it runs, and the endpoint, "
-            "port and TLS files given to --rdzv-endpoint and --rdzv-conf"
+            "port and TLS files given to --rdzv-endpoint and --rdzv-conf (resilientctl: --etcd-endpoint, --etcd-conf)"
         )
 
     def _channels(self) -> deque[Endpoint]:

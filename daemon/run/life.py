@@ -15,7 +15,7 @@ from resilient_run.ckpt.format.pair import Pair, pair_value
 
 from . import keys
 from .mirror import Mirror
-from .records import Agreement, Closed, Requirements
+from .records import Agreement, Closed, Failure, Requirements
 from .rounds import Member, Round
 
 
@@ -98,8 +98,10 @@ class Life:
         """What holds while it goes on, or has ended, as it does."""
         return {keys.LIVES(self.job.name): self.revision}
 
-    def form(self, formed: Round, before: Round | None, watermark_revision: int) -> Transaction:
-        """Form a round after `before`, with what is committed."""
+    def form(
+        self, formed: Round, before: Round | None, watermark_revision: int, failure: Failure | None
+    ) -> Transaction:
+        """Form a round after `before`, with what is committed; `failure` is why that broke, if its key is to change."""
         # Whoever is in the new round has seen why the one before broke; nobody asks about those before it.
         stale = formed.generation - 2
         return Transaction(
@@ -108,7 +110,8 @@ class Life:
                 keys.ROUND: 0 if before is None else before.revision,
                 keys.WATERMARK: watermark_revision,
             },
-            puts={keys.ROUND: formed.to_value()},
+            puts={keys.ROUND: formed.to_value()}
+            | ({} if failure is None else {keys.FAILURES(failure.generation): failure.to_value()}),
             deletes=(keys.STORES(stale), keys.FAILURES(stale), keys.DONE(stale, ""), keys.RECOVERED(stale, "")),
         )
 

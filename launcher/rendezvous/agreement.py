@@ -74,7 +74,9 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> Li
         if Life.of(await look(etcd, prefix)) != life:
             continue
         theirs, own = _described(job), _described(ours)
-        differing = [name for name in theirs if theirs[name] != own[name]]
+        # The hash of arguments is made with the run key, so it says nothing where that differs.
+        same_key = theirs["key"] == own["key"]
+        differing = [name for name in theirs if theirs[name] != own[name] and (same_key or name != "arguments")]
         may_differ = _MAY_DIFFER.issuperset(differing)
         if may_differ and terms.allow_different:
             return life

@@ -93,7 +93,8 @@ def next_round(
     choices = ready, everybody
     missing += f"; in quarantine: {', '.join(avoided)}" if avoided else ""
     if len(ready) < min_nodes:
-        return FormingDecision(members=None, reason=f"{len(ready)} of at least {min_nodes} hosts are ready{missing}")
+        why = f"{len(ready)} of at least {min_nodes} hosts are ready{missing}"
+        return FormingDecision(members=None, reason=why, wait_s=_REMIND_S)
     if view.bound is not None:
         same = partial(_same_size, view.bound, before, min_nodes=min_nodes, max_nodes=max_nodes, missing=missing)
         decisions = [same(hosts) for hosts in choices]
@@ -178,7 +179,7 @@ class Arrivals:
 
 
 class Announcer:
-    """Logs what a launcher waits for: once, and what is notable again every minute.
+    """Logs what a launcher waits for: once, and again every minute, which people see, notable or not.
 
     Args:
         run_id: The run.
@@ -192,9 +193,11 @@ class Announcer:
     def tell(self, decision: FormingDecision, generation: int, left_s: float) -> None:
         """Log `decision` about `generation`, for which this launcher waits another `left_s`, if it is time."""
         now_s = time.monotonic()
-        if decision.reason == self._said and not (decision.wait_s and now_s - self._said_s >= _REMIND_S):
+        still = decision.reason == self._said
+        if still and not (decision.wait_s and now_s - self._said_s >= _REMIND_S):
             return
         self._said, self._said_s = decision.reason, now_s
-        level = logging.WARNING if decision.notable else logging.INFO
-        until = f" (for another {left_s:.0f} s, join_timeout)" if decision.notable and decision.wait_s else ""
+        seen = decision.notable or still
+        level = logging.WARNING if seen else logging.INFO
+        until = f" (for another {left_s:.0f} s, join_timeout)" if seen and decision.wait_s else ""
         log.log(level, "run %s, generation %d: %s%s", self._run_id, generation, decision.reason, until)

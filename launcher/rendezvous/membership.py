@@ -201,7 +201,12 @@ class Membership:
             before = [pair for pair in older if pair < restore]
             formed = replace(formed, older=tuple(before[max(0, len(before) - view.job.keep + 1) :]))
         watermark_revision = 0 if watermark is None else watermark.revision
-        return await self._commit(lambda life: life.form(formed, view.round, watermark_revision))
+        # Only now is it certain who of the generation before is gone. A root that comes later can no longer see it.
+        broke, why = view.failures.get(view.generation), None
+        if broke is not None and view.round is not None:
+            why = broke.explained(view.round.gone(view.members, formed))
+        lost = None if why is broke else why
+        return await self._commit(lambda life: life.form(formed, view.round, watermark_revision, lost))
 
     async def publish_store(self, generation: int, addr: str, port: int) -> None:
         """Publish the address of the generation's store."""

@@ -7,11 +7,14 @@ from typing import Self
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from resilient_run.daemon.etcd.config import ACCESS
+
 log = logging.getLogger(__name__)
 
 _LONG_S = 3.0
 _EXPIRY_S = 1.0
 """etcd counts whole seconds, and looks for expired leases twice in each."""
+_TIMES = ("join_timeout", "last_call_timeout", "lease_ttl", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +37,11 @@ class Patience:
         Raises:
             ValueError: An option is not a positive number.
         """
+        if unknown := sorted(params.config.keys() - {*_TIMES, *ACCESS}):
+            ours = ", ".join((*_TIMES[:3], *ACCESS))
+            log.warning("--rdzv-conf: etcd-v3 ignores %s; it knows %s", ", ".join(unknown), ours)
         return cls(
-            join_timeout_s=_seconds(params, "join_timeout", _seconds(params, "timeout", 600.0)),
+            join_timeout_s=_seconds(params, "join_timeout", _seconds(params, "timeout", 900.0)),
             last_call_s=_seconds(params, "last_call_timeout", 30.0),
             lease_ttl_s=_seconds(params, "lease_ttl", 5.0),
         )

@@ -320,7 +320,7 @@ class EtcdRendezvous(RendezvousHandler):
                 deadline.restart()
             decision = waiting or self._next_round(view, arrivals, now_unix_s, time.monotonic() - broken_s)
             announcer.tell(decision, view.generation + 1, deadline.left_s)
-            self._raise_if_late(deadline, view.generation + 1, decision.reason)
+            self._raise_if_late(deadline, view, view.generation + 1, decision.reason)
             wait_s = decision.wait_s
             if decision.members is not None:
                 # The mirror will show a formed round, but not that forming failed because the watermark has moved.
@@ -414,7 +414,7 @@ class EtcdRendezvous(RendezvousHandler):
             view, version = self._link.look()
             if broken(view, formed.generation) is not None or self.closed is not None:
                 return None
-            self._raise_if_late(deadline, formed.generation, problem)
+            self._raise_if_late(deadline, view, formed.generation, problem)
             if formed.generation not in view.stores:
                 self._link.wait(version, deadline.left_s)
                 continue
@@ -451,15 +451,15 @@ class EtcdRendezvous(RendezvousHandler):
             message = f"run {self._run_id!r} is over: {self.closed.reason}"
             raise RendezvousClosedError(message) if self.closed.failed else RendezvousGracefulExitError(message)
 
-    def _raise_if_late(self, deadline: Deadline, generation: int, reason: str) -> None:
+    def _raise_if_late(self, deadline: Deadline, view: View, generation: int, reason: str) -> None:
         if deadline.left_s > 0:
             return
-        members = self._link.membership.view.members.values()
-        ready = ", ".join(sorted(member.host for member in members if member.ready == generation)) or "none"
+        # Those of whom the reason tells: a newer view may show others.
+        ready = sorted(member.host for member in view.members.values() if member.ready == generation)
         raise RendezvousTimeoutError(
             f"generation {generation} of run {self._run_id!r} did not start within {deadline.patience_s:g} s: "
-            f"{reason}. Ready hosts: {ready}. Start the missing hosts with the same --rdzv-id and --rdzv-endpoint, or "
-            "raise join_timeout in --rdzv-conf"
+            f"{reason}. Ready hosts: {', '.join(ready) or 'none'}. Start the missing hosts with the same --rdzv-id and "
+            "--rdzv-endpoint, or raise join_timeout in --rdzv-conf"
         )
 
     def _rank_in(self, formed: Round | None) -> int | None:

@@ -163,11 +163,6 @@ def broken(view: View, generation: int) -> Failure | None:
     return None
 
 
-def explained(failure: Failure, before: Round, view: View) -> Failure:
-    """Return what `failure` was, now that `view`, which has the next round, shows who of the round `before` is gone."""
-    return failure if view.round is None else failure.explained(before.gone(view.members, view.round))
-
-
 def newcomers(view: View, max_nodes: int, now_unix_s: float) -> list[str]:
     """Return the hosts that wait to make the current round larger, in order of arrival; none when it cannot grow.
 

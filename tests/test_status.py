@@ -1,0 +1,31 @@
+"""What `resilientctl status` tells of a job beside its slots."""
+
+from typing import Any
+
+from resilient_run.daemon.ctl.status import _status_text
+
+
+def text(**job: Any) -> str:
+    about = {"run_id": "r", "host": "a", "launcher_pid": 7, "generation": 1, "world_size": 2, "slots": [], **job}
+    return _status_text({"pid": 1, "used_bytes": 0, "limit_bytes": 1 << 30, "jobs": [about]})
+
+
+def test_a_standby_and_a_member() -> None:
+    assert "launcher pid 7, generation 1, standby for 2 ranks, committed nothing" in text(own_ranks=[])
+    assert "launcher pid 7, generation 1, ranks [1] of 2, committed nothing" in text(own_ranks=[1])
+    assert "no launcher, generation 1, ranks [] of 2, committed nothing" in text(own_ranks=[], launcher_pid=None)
+
+
+def test_an_etcd_that_is_silent() -> None:
+    assert "  etcd: e:2379, silent for 21 s\n" in text(etcd="e:2379", etcd_silent_s=21.2, observations=SEEN)
+    assert "  etcd: e:2379\n" in text(etcd="e:2379", etcd_silent_s=2.0, observations=SEEN)
+
+
+def test_a_persistent_tier_and_what_is_wrong_with_it() -> None:
+    tier = {"target": "s3://b", "written": [1, 180], "error": None}
+    assert text(persist=tier).endswith("  persistent tier s3://b: this host wrote step 180")
+    away = {**tier, "written": None, "error": "s3://b: cannot list"}
+    assert text(persist=away).endswith("this host wrote nothing yet; the last attempt: s3://b: cannot list")
+
+
+SEEN = [{"severity": "warn", "kind": "disk", "message": "full"}]
