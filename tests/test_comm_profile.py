@@ -217,10 +217,10 @@ def test_wrong_environments_are_refused(
     assert message in " ".join(result.output.split())
 
 
-def test_bench_refuses_a_wrong_environment(rank_environ: dict[str, str]) -> None:
-    result = CliRunner(env={**rank_environ, "RANK": "abc"}).invoke(resilient_comm, ["bench"])
-    assert result.exit_code == 2, result.output
-    assert "RANK is 'abc' in the environment" in " ".join(result.output.split())
+def test_a_command_that_is_gone_says_what_to_use() -> None:
+    result = CliRunner().invoke(resilient_comm, ["bench", "--size", "1M"])
+    assert result.exit_code == 2
+    assert "bench is gone: `resilient-comm advise` measures schemes in your own job" in result.stderr
 
 
 def test_profile_refuses_wrong_files_before_it_measures(tmp_path: Path, rank_environ: dict[str, str]) -> None:

@@ -60,7 +60,7 @@ EDGES = {
     "comm.cupcake": "comm.plan",
     "comm.espresso": "comm.cupcake comm.plan comm.errors",
     "comm.runtime": "comm.schemes comm.compress comm.net comm.plan comm.errors",
-    "comm.measure": "comm.runtime comm.spardl comm.compress comm.schemes comm.net comm.ops comm.plan",
+    "comm.measure": "comm.runtime comm.compress comm.net comm.plan",
     "comm.trial": "comm.runtime comm.net comm.sparsity comm.errors",
     "comm": "comm.*",
     "comm.cli": "comm comm.*",
