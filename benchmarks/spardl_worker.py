@@ -60,8 +60,6 @@ for numel in options["sizes"]:
     for name, arguments in options["contenders"].items():
         transport = RecordingTransport(dist.group.WORLD)
         scheme, _, _ = name.partition(",")
-        if name == "spardl":
-            arguments = {**arguments, **found_network}
         try:
             made[name] = named(scheme, transport, **arguments), transport
         except CommError as error:
