@@ -4,7 +4,7 @@ The counterpart of DDP for plans that DDP's buckets cannot carry out: a plan say
 order, and what happens to each group. The device that computes compresses a group as soon as its last gradient is
 there; a thread communicates the groups one after the other while backward goes on, and where CPUs compress or
 decompress, two more do that before and after it; what is left to do after that, such as decompression on the device
-that computes, waits for the end of the backward pass. So predicted iterations see it (`fusion`, `timeline`).
+that computes, waits for the end of the backward pass. So predicted iterations see it (`fusion`, `maxplus`).
 """
 
 import logging

@@ -303,7 +303,7 @@ def test_from_profile_to_a_planned_run_that_is_killed(cluster: Cluster, tmp_path
     groups = (names[:3], names[3:11], names[11:])
     compressing = Plan(
         planner="by hand", model=planned.model, compressor="topk", reason="a test", iteration_s=0.0, planning_s=0.0,
-        bound_s=0.0, baselines_s={}, timeline=(),
+        bound_s=0.0, baselines_s={},
         groups=tuple(PlanGroup(tensors=tuple(group), option=COMPRESSED) for group in groups),
     )  # fmt: skip
     compressing.write(paths["compressing"])

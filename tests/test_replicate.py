@@ -161,7 +161,6 @@ def plan_of(model: nn.Module, options: dict[str, str]) -> Plan:
         planning_s=0.0,
         bound_s=0.0,
         baselines_s={},
-        timeline=(),
     )
 
 

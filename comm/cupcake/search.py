@@ -1,6 +1,6 @@
 """The best fusion for costs of any form, and a time that no fusion beats.
 
-An iteration ends when the longest of these paths through the timeline does (`FusionProblem.timeline`):
+An iteration ends when the longest of these paths through the timeline does (`FusionProblem.finish_s`):
 
 - The device computes, encodes and decodes everything, one after the other.
 - For two tensors p <= q: the device computes and encodes up to the end of p's group, the network sends from that group

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from ..plan.cluster import Cluster, LinkCost
 from ..plan.collective import at_once_bytes, is_short, load
 from ..plan.curve import Affine, Curve, Table
-from ..plan.timeline import Resource
 from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step
-from .strategy import Choice, CostedStep
+from .maxplus import Resource
+from .strategy import KINDS, Choice, CostedStep
 
 Array = NDArray[np.float64]
 
-_KINDS = {Comp: "compress", Comm: "communicate", Decomp: "decompress"}
+_KINDS = dict(zip((Comp, Comm, Decomp), KINDS, strict=True))
 _FURTHER = 1 / 4
 _MOST_FURTHER_S = 1e-4
 """What a message costs that goes at once with another one: of a start-up, but no more than that."""
