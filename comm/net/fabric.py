@@ -38,6 +38,8 @@ class Fabric:
 def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.device | str = "cpu") -> Fabric:
     """Return a fabric of process groups of its own; all of `ranks` call this together.
 
+    With one rank per host, those of all hosts are all ranks.
+
     Args:
         ranks: Global ranks, those of a host next to each other.
         ranks_per_host: How many a host has.
@@ -52,7 +54,7 @@ def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.devi
     return Fabric(
         flat=flat,
         intra=Transport.among(ranks[host * ranks_per_host :][:ranks_per_host], device),
-        inter=Transport.among(ranks[place::ranks_per_host], device),
+        inter=flat if ranks_per_host == 1 else Transport.among(ranks[place::ranks_per_host], device),
     )
 
 
