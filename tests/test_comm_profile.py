@@ -217,10 +217,11 @@ def test_wrong_environments_are_refused(
     assert message in " ".join(result.output.split())
 
 
-def test_a_command_that_is_gone_says_what_to_use() -> None:
-    result = CliRunner().invoke(resilient_comm, ["bench", "--size", "1M"])
+@pytest.mark.parametrize("name", ["bench", "stats"])
+def test_a_command_that_is_gone_says_what_to_use(name: str) -> None:
+    result = CliRunner().invoke(resilient_comm, [name, "--json"])
     assert result.exit_code == 2
-    assert "bench is gone: `resilient-comm advise` measures schemes in your own job" in result.stderr
+    assert f"{name} is gone: `resilient-comm advise` measures schemes in your own job" in result.stderr
 
 
 def test_profile_refuses_wrong_files_before_it_measures(tmp_path: Path, rank_environ: dict[str, str]) -> None:

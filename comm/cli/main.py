@@ -6,8 +6,8 @@ from typing import Any
 import click
 
 # Each is a function in the module of its name. Some need torch, whose import the others do not wait for.
-_COMMANDS = ("advise", "plan", "profile", "stats", "tree")
-_REMOVED = {"bench": "`resilient-comm advise` measures schemes in your own job"}
+_COMMANDS = ("advise", "plan", "profile", "tree")
+_REMOVED = dict.fromkeys(("bench", "stats"), "`resilient-comm advise` measures schemes in your own job")
 
 
 class _Commands(click.Group):
