@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from ..errors import CommError
 from ..plan.tree import Phase
@@ -50,11 +51,14 @@ def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.devi
     """
     flat = Transport.among(ranks, device)
     agreed(flat.gather_numbers(torch.tensor([as_number(ranks_per_host)])).view(-1).tolist())
+    if ranks_per_host == 1:
+        alone = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # has nobody to talk to
+        return Fabric(flat=flat, intra=Transport(alone, device), inter=flat)
     host, place = divmod(flat.rank, ranks_per_host)
     return Fabric(
         flat=flat,
         intra=Transport.among(ranks[host * ranks_per_host :][:ranks_per_host], device),
-        inter=flat if ranks_per_host == 1 else Transport.among(ranks[place::ranks_per_host], device),
+        inter=Transport.among(ranks[place::ranks_per_host], device),
     )
 
 

@@ -8,14 +8,13 @@ round does a rank send or receive more than one message.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .tree import Routine
 
-Sizes = TypeVar("Sizes", float, NDArray[np.float64])
 Places = NDArray[np.intp]
 
 MOST_AT_ONCE_BYTES = 256 << 10
@@ -89,8 +88,8 @@ def at_once_bytes(startup_s: float, byte_s: float) -> float:
     return min(MOST_AT_ONCE_BYTES, max(_LEAST_AT_ONCE_BYTES, max(_AT_ONCE_S, _AT_ONCE_STARTUPS * startup_s) / byte_s))
 
 
-def is_short(routine: Routine, ranks: int, size_bytes: Sizes, most_bytes: float = MOST_AT_ONCE_BYTES) -> Sizes | bool:
-    """Tell whether all messages of a collective go at once, of each size if there are several.
+def is_short(routine: Routine, ranks: int, size_bytes: Any, most_bytes: float = MOST_AT_ONCE_BYTES) -> Any:
+    """Tell whether all messages of a collective go at once: a bool, or one for each size in an array.
 
     Args:
         routine: The collective.
