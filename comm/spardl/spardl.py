@@ -34,6 +34,9 @@ class SparDL(SparseScheme):
 
     name = "spardl"
 
+    differs = frozenset({"_teams"})
+    """Attributes in which ranks differ."""
+
     def __init__(
         self,
         transport: Transport,
