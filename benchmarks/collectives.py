@@ -14,7 +14,7 @@ from typing import Any
 from lab_job import PAYLOAD, lines_of
 from report import parser, table, write_json
 
-from resilient_run.comm.plan.collective import load, segments
+from resilient_run.comm.plan.collective import load
 from resilient_run.comm.plan.tree import Routine
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
@@ -23,7 +23,7 @@ WORKER = str(Path(__file__).with_name("collectives_worker.py"))
 
 def predicted_s(routine: Routine, ranks: int, held_bytes: int, *, alpha_s: float, rate_bit_s: int) -> float:
     """Return what the rounds of a collective take."""
-    found = load(routine, ranks, cut=segments(routine, ranks, held_bytes))
+    found = load(routine, ranks)
     return found.startups * alpha_s + 8 * found.adapter * held_bytes / (PAYLOAD * rate_bit_s)
 
 

@@ -1,5 +1,6 @@
 """How long a scheme takes on one gradient, and how long its messages alone would."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,23 +10,40 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from resilient_run.comm.measure import timing
-from resilient_run.comm.measure.timing import greatest, seconds_since, started_together
 from resilient_run.comm.net.scheme import Scheme
 from resilient_run.comm.net.transport import Transport, Turn
 
 _GREATEST_BATCH = 200
+_SHARED, _OWN = 0.5, 1.0
+_KEY = "gradient"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement(timing.Measurement):
+class Measurement:
     """What one scheme did on one rank, or on the rank with the greatest number.
 
     Attributes:
+        step_s: Seconds of each step, computing included; of the slowest rank.
+        received_bytes: In the last step; of the rank that received most.
+        header_bytes: Sizes announced in the last step; likewise.
+        rounds: Exchanges in the last step that had to follow each other; likewise.
         messages_s: Seconds of the last step's messages when nothing is computed between them; of the slowest rank.
     """
 
+    step_s: list[float]
+    received_bytes: int
+    header_bytes: int
+    rounds: int
     messages_s: list[float]
+
+
+def example_gradient(numel: int, rank: int, step: int) -> Tensor:
+    """Return heavy-tailed values, in part at the same places on all ranks and in consecutive steps; seeded."""
+
+    def normal(seed: int) -> Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+    return (_SHARED * normal(0) + _OWN * normal(1 + 1000 * rank + step)) ** 3
 
 
 class RecordingTransport(Transport):
@@ -137,7 +155,7 @@ def measure(
     sample_s: float = 0.1,
     at_most_s: float = 10.0,
 ) -> Measurement:
-    """Do what `timing.measure` does, and repeat the messages of the last step.
+    """Reduce gradients, one in each step, and repeat the messages of the last step; all ranks get the same.
 
     Args:
         scheme: On `transport`.
@@ -149,26 +167,51 @@ def measure(
         at_most_s: For all samples together, about; one is taken anyway.
     """
 
-    def recorded() -> Iterator[Tensor]:
-        for gradient in gradients:
-            transport.forget()
-            yield gradient
-
     def repeated_s(times: int) -> float:
-        began_s = started_together(transport)
+        began_s = _started_together(transport)
         transport.repeat(times)
-        return greatest(transport, [seconds_since(began_s, transport) / times])[0]
+        return _greatest(transport, [_seconds_since(began_s, transport) / times])[0]
 
-    found = timing.measure(scheme, transport, recorded(), warm_up=warm_up)
+    step_s: list[float] = []
+    for gradient in gradients:
+        transport.forget()
+        transport.traffic.reset()
+        began_s = _started_together(transport)
+        scheme.reduce(_KEY, gradient)
+        step_s.append(_seconds_since(began_s, transport))
+    traffic = transport.traffic
+    step_s = _greatest(transport, step_s)
+    counts = [traffic.received_bytes, traffic.header_bytes, traffic.rounds]
+    received_bytes, header_bytes, rounds = map(round, _greatest(transport, counts))
     with transport.uncounted():
         once_s = repeated_s(1)
         batch = max(1, min(_GREATEST_BATCH, round(sample_s / max(once_s, sample_s / _GREATEST_BATCH))))
         samples = max(1, min(repeats, round(at_most_s / (batch * once_s))))
         messages_s = [repeated_s(batch) for _ in range(samples)]
     return Measurement(
-        step_s=found.step_s,
-        received_bytes=found.received_bytes,
-        header_bytes=found.header_bytes,
-        rounds=found.rounds,
+        step_s=step_s[warm_up:] or step_s,
+        received_bytes=received_bytes,
+        header_bytes=header_bytes,
+        rounds=rounds,
         messages_s=messages_s,
     )
+
+
+def _started_together(transport: Transport) -> float:
+    """Return the time at which all ranks have come here."""
+    _greatest(transport, [0.0])
+    return time.monotonic()
+
+
+def _seconds_since(began_s: float, transport: Transport) -> float:
+    """Return how long ago that was, once this rank's GPU has done its work."""
+    if transport.device.type == "cuda":
+        torch.cuda.synchronize(transport.device)
+    return time.monotonic() - began_s
+
+
+def _greatest(transport: Transport, numbers: Sequence[float]) -> list[float]:
+    """Return the greatest of each number over all ranks, which is not counted as traffic."""
+    with transport.uncounted():
+        found: list[float] = transport.gather_numbers(torch.tensor(numbers, dtype=torch.float64)).amax(0).tolist()
+    return found

@@ -6,9 +6,8 @@ messages of that step are repeated, with nothing computed between them. Whole st
 this machine; the messages do not need them. Contenders alternate, in an order that moves on by one from round to round,
 and a ratio is the median of those of the rounds.
 
-Messages are compared with what 4·k·(P-1)/P words take at the rate of the link. "spardl" has the teams that the cost
-model chooses for what a message and a word were measured to take. The others have 1, 2, 3 and 7 teams with R-SAG and
-B-SAG, where the number of hosts allows it.
+Messages are compared with what 4·k·(P-1)/P words take at the rate of the link. "spardl" has two teams, or one of an odd
+number of hosts. The others have 1, 2, 3 and 7 teams with R-SAG and B-SAG, where the number of hosts allows it.
 """
 
 import json
@@ -18,11 +17,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from baselines.cost import spardl_cost
 from lab_job import lines_of
 from report import Summary, parser, table, write_json
 
 from resilient_run.comm.net.entries import kept_count
-from resilient_run.comm.spardl.cost import spardl_cost
 from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("spardl_worker.py"))
@@ -72,7 +71,7 @@ def run(*, ranks: int, rate: str, options: Any) -> list[dict[str, Any]]:
 def summary(
     lines: list[dict[str, Any]], spardl: list[dict[str, Any]], *, ranks: int, rate_bit_s: float, density: float
 ) -> dict[str, Any]:
-    """Return what the rounds of one contender come to, beside those of SparDL with the teams that the model chooses."""
+    """Return what the rounds of one contender come to, beside those of SparDL with its default teams."""
     last = lines[-1]
     if "refused" in last:
         return last

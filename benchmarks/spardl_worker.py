@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from baselines import named
-from recording import RecordingTransport, measure
+from recording import RecordingTransport, example_gradient, measure
 from workload import emit
 
 from resilient_run.comm.errors import CommError
-from resilient_run.comm.measure.timing import example_gradient
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.spardl.spardl import SparDL
 
@@ -61,8 +60,6 @@ for numel in options["sizes"]:
     for name, arguments in options["contenders"].items():
         transport = RecordingTransport(dist.group.WORLD)
         scheme, _, _ = name.partition(",")
-        if name == "spardl":
-            arguments = {**arguments, **found_network}
         try:
             made[name] = named(scheme, transport, **arguments), transport
         except CommError as error:

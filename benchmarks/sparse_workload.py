@@ -9,9 +9,8 @@ that the thesis tells of BERT (38.5 over 128 GPUs), for a between 0.9 and 1.1 th
 from dataclasses import dataclass
 
 import torch
+from recording import example_gradient
 from torch import Tensor
-
-from resilient_run.comm.measure.timing import example_gradient
 
 WIDTH = 128
 

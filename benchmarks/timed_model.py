@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from recording import example_gradient
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_run.comm.compress.compressor import Compressor
 from resilient_run.comm.compress.feedback import ErrorFeedback
-from resilient_run.comm.measure.timing import example_gradient
 from resilient_run.comm.plan.plan import Plan
 from resilient_run.comm.synchronizer import GradientSynchronizer, synchronize_by
 

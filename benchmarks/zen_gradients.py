@@ -13,12 +13,11 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Final
 
+import sparsity
 import torch
 from report import Summary, parser, table, write_json
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from resilient_run.comm import sparsity
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from lstm_lm import LSTM, read_words

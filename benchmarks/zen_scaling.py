@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import sparsity
 import torch
 from baselines.rows import Even
 from report import parser, table, write_json
@@ -26,7 +27,6 @@ from sparse_workload import WIDTH, WORKLOADS, Workload, row_probability
 from torch import Tensor
 from zen_gradients import Bigrams, Words, gradients
 
-from resilient_run.comm import sparsity
 from resilient_run.comm.ops.block import BLOCK
 from resilient_run.comm.zen.formats import ALL, Format, cheapest, payload_bytes
 from resilient_run.comm.zen.partition import Balanced

@@ -21,12 +21,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+import sparsity
 import torch
 from report import parser, table, write_json
 from sparse_workload import WIDTH, WORKLOADS, row_probability
 from torch import Tensor
 
-from resilient_run.comm import sparsity
 from resilient_run.comm.zen.partition import Balanced
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))

@@ -2,15 +2,14 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .errors import CommError
-from .net.fabric import NOT_GIVEN, agreed, as_number
+from .net.fabric import NOT_GIVEN, Fabric, agreed, as_number, make_fabric
 from .net.scheme import Scheme
 from .net.transport import Transport
 from .net.two_level import TwoLevel
@@ -79,9 +78,9 @@ def make_hook(
     given = _given(model, scheme=scheme, **options, least_elements=least_elements)
     ranks_per_host = _ranks_per_host(given, ranks_per_host)
     check_choice(scheme, options, ranks=given.size // ranks_per_host)
-    ranks = _Ranks.of(model, given, ranks_per_host)
-    made = _made(ranks, scheme, options, least_elements)
-    return GradientHook(model, scheme=made, world=ranks.world, least_elements=least_elements)
+    fabric = _fabric(model, given, ranks_per_host)
+    made = _made(fabric, scheme, options, least_elements)
+    return GradientHook(model, scheme=made, world=fabric.flat, least_elements=least_elements)
 
 
 def make_tried(
@@ -94,9 +93,9 @@ def make_tried(
 ) -> TriedHook:
     """Return a hook that trains as ever, and tries these methods; all ranks call this together."""
     given = _given(model, least_elements=LEAST_ELEMENTS)
-    ranks = _Ranks.of(model, given, _ranks_per_host(given, ranks_per_host))
-    schemes = _schemes(ranks, tried, LEAST_ELEMENTS)
-    return TriedHook(model, trial, schemes, world=ranks.world, least_elements=LEAST_ELEMENTS, leads=leads)
+    fabric = _fabric(model, given, _ranks_per_host(given, ranks_per_host))
+    schemes = _schemes(fabric, tried, LEAST_ELEMENTS)
+    return TriedHook(model, trial, schemes, world=fabric.flat, least_elements=LEAST_ELEMENTS, leads=leads)
 
 
 def _make_auto(
@@ -116,46 +115,26 @@ def _make_auto(
         raise CommError(f"auto: lossy must be True or False, got {options['lossy']!r}")
     if not 0 < options["seconds"] < float("inf"):
         raise CommError(f"auto: seconds must be more than 0, got {options['seconds']!r}")
-    ranks = _Ranks.of(model, given, _ranks_per_host(given, ranks_per_host))
+    fabric = _fabric(model, given, _ranks_per_host(given, ranks_per_host))
     tried = [method for method in methods(ranks_per_host) if method.exact or options["lossy"]]
-    schemes = _schemes(ranks, tried, least_elements)
+    schemes = _schemes(fabric, tried, least_elements)
     trial = Trial(tried, seconds=options["seconds"])
-    return AutoHook(model, trial, schemes, world=ranks.world, least_elements=least_elements)
+    return AutoHook(model, trial, schemes, world=fabric.flat, least_elements=least_elements)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Ranks:
-    """Process groups of a model's ranks, for schemes of which one sums at a time.
-
-    Attributes:
-        world: All ranks.
-        within: Those of this rank's host, None where the scheme sums among all.
-        across: Those for the scheme.
-    """
-
-    world: Transport
-    within: Transport | None
-    across: Transport
-
-    @classmethod
-    def of(cls, model: DistributedDataParallel, given: Transport, ranks_per_host: int) -> Self:
-        ranks, device = dist.get_process_group_ranks(model.process_group), given.device
-        world = Transport.among(ranks, device)
-        if ranks_per_host == 1:
-            return cls(world=world, within=None, across=world)
-        host, place = divmod(world.rank, ranks_per_host)
-        within = Transport.among(ranks[host * ranks_per_host :][:ranks_per_host], device)
-        across = Transport.among(ranks[place::ranks_per_host], device)
-        return cls(world=world, within=within, across=across)
+def _fabric(model: DistributedDataParallel, given: Transport, ranks_per_host: int) -> Fabric:
+    """Return process groups of a model's ranks, for schemes of which one sums at a time."""
+    ranks = dist.get_process_group_ranks(model.process_group)
+    return make_fabric(ranks, ranks_per_host=ranks_per_host, device=given.device)
 
 
-def _made(ranks: _Ranks, choice: Choice, options: Mapping[str, Any], least_elements: int) -> Scheme:
-    made = agreed_scheme(choice, ranks.across, ranks.world, options, least_elements=least_elements)
-    return made if ranks.within is None else TwoLevel(ranks.within, made)
+def _made(fabric: Fabric, choice: Choice, options: Mapping[str, Any], least_elements: int) -> Scheme:
+    made = agreed_scheme(choice, fabric.inter, fabric.flat, options, least_elements=least_elements)
+    return made if fabric.intra.size == 1 else TwoLevel(fabric.intra, made)
 
 
-def _schemes(ranks: _Ranks, tried: Sequence[Method], least_elements: int) -> dict[str, Scheme]:
-    return {each.name: _made(ranks, each.scheme, each.options, least_elements) for each in tried if each.scheme}
+def _schemes(fabric: Fabric, tried: Sequence[Method], least_elements: int) -> dict[str, Scheme]:
+    return {each.name: _made(fabric, each.scheme, each.options, least_elements) for each in tried if each.scheme}
 
 
 def _given(model: DistributedDataParallel, *, least_elements: int, **alike: Any) -> Transport:

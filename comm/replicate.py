@@ -28,7 +28,7 @@ from .plan.tree import Comm, Phase
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum
 from .runtime.choice import Choice, agreed_scheme
 from .runtime.execute import OptionScheme, options_of
-from .synchronizer import fits
+from .synchronizer import check_fits
 
 log = logging.getLogger(__name__)
 
@@ -164,19 +164,16 @@ def register_replicated(
 def planned(plan: Plan, model: nn.Module, memory: Memory) -> Callable[[Transport], Scheme]:
     """Return what makes the scheme that treats each gradient as `plan` says; which go together is up to FSDP2.
 
-    A plan that does not fit the model is left: gradients are all-reduced, and the log says why.
-
     Args:
         plan: Of `resilient-comm plan`, for a cluster whose hosts are replicas with one GPU each.
         model: What `register_replicated` gets.
         memory: Compresses, and remembers what it left out.
 
     Raises:
-        CommError: The plan has options that do not exist or have steps within hosts.
+        CommError: The plan is not one for `model`, or has options that do not exist or have steps within hosts.
     """
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    groups = plan.groups if fits(plan, trainable) else ()
-    options = options_of({name: group.option for group in groups for name in group.tensors})
+    check_fits(plan, model)
+    options = options_of({name: group.option for group in plan.groups for name in group.tensors})
     for name, option in options.items():
         if any(isinstance(step, Comm) and step.phase is not Phase.FLAT for step in option.steps):
             raise CommError(

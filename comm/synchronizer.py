@@ -4,16 +4,15 @@ The counterpart of DDP for plans that DDP's buckets cannot carry out: a plan say
 order, and what happens to each group. The device that computes compresses a group as soon as its last gradient is
 there; a thread communicates the groups one after the other while backward goes on, and where CPUs compress or
 decompress, two more do that before and after it; what is left to do after that, such as decompression on the device
-that computes, waits for the end of the backward pass. So predicted iterations see it (`fusion`, `timeline`).
+that computes, waits for the end of the backward pass. So predicted iterations see it (`fusion`, `maxplus`).
 """
 
-import logging
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,16 +23,10 @@ from .compress.compressor import Compressor
 from .compress.feedback import ErrorFeedback, Memory
 from .errors import CommError
 from .net.fabric import make_fabric
-from .plan.plan import DENSE, Plan, PlanGroup
+from .plan.plan import Plan
 from .runtime.choice import check_alike
 from .runtime.execute import OptionScheme, options_of
 from .runtime.lanes import Lanes
-
-log = logging.getLogger(__name__)
-
-# Those of DDP; the first bucket is small, so that communication begins early.
-_FIRST_BUCKET_BYTES: Final = 1 << 20
-BUCKET_BYTES: Final = 25 << 20
 
 
 class GradientSynchronizer:
@@ -184,12 +177,10 @@ def synchronize_by(
     *,
     ranks_per_host: int = 1,
     memory: Memory | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
 ) -> GradientSynchronizer:
     """Return what averages the gradients of `module` by `plan`; all ranks of the default process group call this.
 
-    Parameters and buffers are made equal to those of rank 0. A plan that does not fit the module, on which all ranks
-    agree because all have the same two, is left: gradients are all-reduced in buckets, and the log says why.
+    Parameters and buffers are made equal to those of rank 0.
 
     Args:
         plan: Of `resilient-comm plan`.
@@ -197,20 +188,17 @@ def synchronize_by(
         compressor: What the plan was made for.
         ranks_per_host: How many consecutive ranks share a host.
         memory: What remembers; error feedback of `compressor` by default.
-        bucket_bytes: Of what is all-reduced in buckets.
 
     Raises:
-        CommError: The plan names options that do not exist, the ranks are not a multiple of `ranks_per_host` or are
-            given different plans or compressors, or no parameter is trainable.
+        CommError: The plan is not one for `module`, or names options that do not exist, the ranks are not a multiple of
+            `ranks_per_host` or are given different plans or compressors, or no parameter is trainable.
     """
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not parameters:
+    device = next((p.device for p in module.parameters() if p.requires_grad), None)
+    if device is None:
         raise CommError(f"this {type(module).__name__} has no trainable parameter, so there is nothing to average")
+    check_fits(plan, module)
     groups = plan.groups
-    if not fits(plan, parameters):
-        groups = dense_groups(parameters, bucket_bytes=bucket_bytes)
     options = options_of({group_key(group.tensors): group.option for group in groups})
-    device = next(iter(parameters.values())).device
     ranks = range(dist.get_world_size())
     fabric = make_fabric(ranks, ranks_per_host=ranks_per_host, device=device)
     check_alike(fabric.flat, groups=groups, compressor=compressor, memory=memory)
@@ -221,29 +209,6 @@ def synchronize_by(
     return GradientSynchronizer(module, [group.tensors for group in groups], scheme)
 
 
-def dense_groups(parameters: dict[str, nn.Parameter], *, bucket_bytes: int = BUCKET_BYTES) -> tuple[PlanGroup, ...]:
-    """Return buckets to be all-reduced; the first has at most 1 MiB.
-
-    Args:
-        parameters: By name, in the order of the forward pass; gradients become ready the other way round.
-        bucket_bytes: A bucket is full when it has so many.
-    """
-    buckets: list[list[str]] = []
-    full, size_bytes, limit_bytes = True, 0, 0
-    dtype: torch.dtype | None = None
-    for name in reversed(parameters):
-        parameter = parameters[name]
-        # As in DDP a bucket is full when it has reached its size.
-        if full or parameter.dtype != dtype:
-            limit_bytes = bucket_bytes if buckets else min(_FIRST_BUCKET_BYTES, bucket_bytes)
-            buckets.append([])
-            size_bytes, dtype = 0, parameter.dtype
-        buckets[-1].append(name)
-        size_bytes += parameter.nbytes
-        full = size_bytes >= limit_bytes
-    return tuple(PlanGroup(tensors=tuple(names), option=DENSE) for names in buckets)
-
-
 def group_key(names: Sequence[str]) -> str:
     """Return the name under which a scheme remembers what it left out of a group; another order has another one."""
     if len(names) == 1:
@@ -251,12 +216,11 @@ def group_key(names: Sequence[str]) -> str:
     return f"{names[0]}..{names[-1]} ({zlib.crc32(' '.join(names).encode()):08x})"
 
 
-def fits(plan: Plan, parameters: dict[str, nn.Parameter]) -> bool:
-    """Tell whether a plan is one for these parameters; the log says why not."""
-    reason = mismatch([group.tensors for group in plan.groups], parameters)
-    if reason:
-        log.warning("gradients are all-reduced: the plan for %s does not fit the model: %s", plan.model, reason)
-    return reason is None
+def check_fits(plan: Plan, module: nn.Module) -> None:
+    """Raise CommError unless a plan is one for the trainable parameters of a module."""
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if reason := mismatch([group.tensors for group in plan.groups], parameters):
+        raise CommError(f"the plan for {plan.model} does not fit the model: {reason}; plan for this model")
 
 
 def mismatch(groups: Sequence[Sequence[str]], parameters: dict[str, nn.Parameter]) -> str | None:

@@ -6,7 +6,7 @@
 
 A batch touches the rows of its own words and of a few sampled ones, so an all-reduce of the tables sends mostly zeros.
 `--scheme` names what sums the gradients instead (see docs/comm.md); losses are the same for every scheme that loses
-nothing. `--record DIR` keeps the first steps' gradients for `resilient-comm stats DIR`.
+nothing.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import os
 import re
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from train_gpt import Windows, emit, params_sha256, read_corpus, start
 
 from resilient_run import Checkpointer
 from resilient_run.comm.hook import GradientHook, register
-from resilient_run.comm.recorder import GradientRecorder
 from resilient_run.comm.schemes import SCHEMES
 
 
@@ -97,7 +95,6 @@ def parse_args() -> argparse.Namespace:
         "--sparse", action="store_true", help="sparse gradients of the tables (nn.Embedding(sparse=True))"
     )
     parser.add_argument("--ranks-per-host", type=int, default=1, help="summed dense before the scheme")
-    parser.add_argument("--record", type=Path, metavar="DIR", help="keep the gradients of the first steps here")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
@@ -122,7 +119,6 @@ def main() -> None:
     parallel, hook = parallelize(model, args, device)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.1)
     loader = Windows(read_words(args.words), batch=args.batch, context=args.context, seed=args.seed * world_size + rank)
-    recorder = None if args.record is None else GradientRecorder(parallel, args.record, rank=rank)
 
     state: dict[str, Any] = {} if hook is None else {"hook": hook}
     checkpointer = Checkpointer(model=model, optimizer=optimizer, loader=loader, **state)
@@ -134,8 +130,6 @@ def main() -> None:
         loss = parallel(inputs.to(device), targets.to(device), sampled.to(device))
         loss.backward()
         optimizer.step()
-        if recorder is not None:
-            recorder.step()
         optimizer.zero_grad()
         if args.json:
             emit(json.dumps({"rank": rank, "step": step, "loss": loss.item()}))

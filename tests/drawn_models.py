@@ -215,7 +215,6 @@ def drawn(seed: int, ranks: int, team: int) -> Case:
 
 def _scheme(draw: random.Random, ranks: int) -> tuple[str, dict[str, Any]]:
     density = draw.choice([0.001, 0.01, 0.05, 0.2, 0.5, 1.0, 1])
-    network = {"alpha_s": draw.choice([0.0, 1e-5, 1e-2]), "beta_s": draw.choice([1e-9, 1e-7])}
     options: dict[str, list[dict[str, Any]]] = {
         "dense": [{}],
         "auto": [{}, {"lossy": True}, {"lossy": True}],
@@ -233,7 +232,6 @@ def _scheme(draw: random.Random, ranks: int) -> tuple[str, dict[str, Any]]:
                 "teams": draw.choice([each for each in range(1, ranks + 1) if ranks % each == 0]),
                 "gather": "bruck",
             },
-            {"density": density, **network},
         ],
         "topk-a": [{"density": density}],
         "topk": [{"density": density}],

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import numpy as np
+from baselines.timeline import Timeline
 
 from resilient_run.comm.espresso import maxplus
+from resilient_run.comm.espresso.maxplus import Resource
 from resilient_run.comm.espresso.strategy import Choice, CostedStep, Problem, Strategy
 from resilient_run.comm.plan.cluster import Cluster, Coder, CompressorCost, LinkCost
 from resilient_run.comm.plan.curve import Affine
-from resilient_run.comm.plan.timeline import Resource, Timeline
 from resilient_run.comm.plan.tree import Device
 
 GPU, CPU, INTRA, INTER = Resource.GPU, Resource.CPU, Resource.INTRA, Resource.INTER

@@ -136,5 +136,7 @@ def test_a_state_of_another_hook_is_refused(model: DistributedDataParallel) -> N
     assert torch.equal(model.module.weight.grad, torch.full((1, 3), 2.0))
     hook.load_state_dict({"scheme": "auto", "chosen": "zen", "memory": Zen(hook.world).state_dict()})
     with pytest.raises(CommError, match=r"auto has chosen 'zen' since this state; load it after register\(\)"):
-        hook.load_state_dict(undecided)
+        hook.load_state_dict({"scheme": "auto", "chosen": "all-reduce", "memory": {}})
+    hook.load_state_dict(undecided)
+    assert hook.state_dict()["chosen"] == "zen", "a pass that is thrown away does not throw the choice away"
     hook.close()

@@ -1,4 +1,4 @@
-"""`resilient-comm stats` on the gradients that a recorder kept."""
+"""`benchmarks/gradient_stats.py` on the gradients that a recorder kept."""
 
 import json
 import pickle
@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from gradient_stats import GradientRecorder, read_gradients
+from gradient_stats import stats as command
 from sparse_gradients import gradients
 from torch import nn
 
-from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.comm.errors import FileError
-from resilient_run.comm.recorder import GradientRecorder, read_gradients
 
 
 def stats(*arguments: str | Path) -> str:
-    done = CliRunner().invoke(resilient_comm, ["stats", *map(str, arguments)])
+    done = CliRunner().invoke(command, [*map(str, arguments)])
     assert done.exit_code == 0, done.output
     return done.output
 
 
 def refused(*arguments: str | Path) -> str:
-    done = CliRunner().invoke(resilient_comm, ["stats", *map(str, arguments)])
+    done = CliRunner().invoke(command, [*map(str, arguments)])
     assert done.exit_code == 2, done.output
     return done.output
 

@@ -255,8 +255,6 @@ def test_plan_files_come_back_as_they_were(write: Write, tmp_path: Path) -> None
         ("compress", False, "compress = false"),
         ("options.0", "reduce_scatter@intra1 > bogus", "'reduce_scatter@intra1 > bogus' is not an option of the tree"),
         ("compressor", 5, "compressor = 5"),
-        ("timeline.0.kind", "pause", 'timeline[0].kind = "pause"'),
-        ("timeline.0.group", 5, "timeline[0].group = 5"),
         ("extra", 1, "extra = 1"),
     ],
 )

@@ -217,10 +217,11 @@ def test_wrong_environments_are_refused(
     assert message in " ".join(result.output.split())
 
 
-def test_bench_refuses_a_wrong_environment(rank_environ: dict[str, str]) -> None:
-    result = CliRunner(env={**rank_environ, "RANK": "abc"}).invoke(resilient_comm, ["bench"])
-    assert result.exit_code == 2, result.output
-    assert "RANK is 'abc' in the environment" in " ".join(result.output.split())
+@pytest.mark.parametrize("name", ["bench", "stats"])
+def test_a_command_that_is_gone_says_what_to_use(name: str) -> None:
+    result = CliRunner().invoke(resilient_comm, [name, "--json"])
+    assert result.exit_code == 2
+    assert f"{name} is gone: `resilient-comm advise` measures schemes in your own job" in result.stderr
 
 
 def test_profile_refuses_wrong_files_before_it_measures(tmp_path: Path, rank_environ: dict[str, str]) -> None:
@@ -303,7 +304,7 @@ def test_from_profile_to_a_planned_run_that_is_killed(cluster: Cluster, tmp_path
     groups = (names[:3], names[3:11], names[11:])
     compressing = Plan(
         planner="by hand", model=planned.model, compressor="topk", reason="a test", iteration_s=0.0, planning_s=0.0,
-        bound_s=0.0, baselines_s={}, timeline=(),
+        bound_s=0.0, baselines_s={},
         groups=tuple(PlanGroup(tensors=tuple(group), option=COMPRESSED) for group in groups),
     )  # fmt: skip
     compressing.write(paths["compressing"])

@@ -8,9 +8,9 @@ from espresso_instances import affine
 
 from resilient_run.comm.errors import FileError
 from resilient_run.comm.espresso.cost import Costs
+from resilient_run.comm.espresso.maxplus import Resource
 from resilient_run.comm.plan.cluster import Cluster, Coder, CompressorCost, LinkCost, read_cluster
 from resilient_run.comm.plan.curve import FREE, Table
-from resilient_run.comm.plan.timeline import Resource
 from resilient_run.comm.plan.tree import Device, Routine, all_options, parse
 
 SIZE_BYTES = 800.0

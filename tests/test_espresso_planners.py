@@ -5,6 +5,7 @@ import statistics
 
 import numpy as np
 import pytest
+from baselines.timeline import timeline_of
 from espresso_instances import (
     ALL_RESOURCES,
     GPU,
@@ -29,7 +30,7 @@ def optimum(problem: Problem) -> tuple[float, float]:
     """Return what the exact planner finds, and the bound it proves."""
     among = range(len(problem.choices))
     found = search(problem, problem.fronts(among), [problem.quickest(among)])
-    assert problem.timeline(found.strategy).iteration_s == pytest.approx(found.makespan_s, rel=1e-12, abs=1e-12)
+    assert timeline_of(problem, found.strategy).iteration_s == pytest.approx(found.makespan_s, rel=1e-12, abs=1e-12)
     return found.makespan_s, found.bound_s
 
 
@@ -37,7 +38,7 @@ def test_matrices_say_the_same_as_the_timeline() -> None:
     seeded = random.Random(1)
     for problem in random_problems(1, 500, tensors=(1, 8), choices=(1, 6)):
         strategy = random_strategy(seeded, problem)
-        expected_s = problem.timeline(strategy).iteration_s
+        expected_s = timeline_of(problem, strategy).iteration_s
         assert problem.iteration_s(strategy) == pytest.approx(expected_s, rel=1e-12, abs=1e-12)
 
 
@@ -49,7 +50,7 @@ def test_bubbles_are_the_same_as_in_the_timeline() -> None:
         # Rounding may make a bubble of nothing.
         if all(float(seconds).is_integer() for seconds in (*problem.backward_s, *alone_s.flat)):
             strategy = random_strategy(seeded, problem)
-            last = max((before for before, *_ in bubbles(problem.timeline(strategy))), default=0)
+            last = max((before for before, *_ in bubbles(timeline_of(problem, strategy))), default=0)
             assert Sweep(problem, strategy).last_bubble() == last
             compared += 1
     assert compared > 100

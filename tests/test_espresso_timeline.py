@@ -6,12 +6,13 @@ import random
 import pytest
 from baselines.fusions import layer_wise
 from baselines.system import System
+from baselines.timeline import Chain, TensorChain, Work, derive
 from espresso_instances import bubbles
 
 from resilient_run.comm.cupcake.fusion import FusionProblem
+from resilient_run.comm.espresso.maxplus import Resource
 from resilient_run.comm.plan.curve import Affine
 from resilient_run.comm.plan.model import Tensor
-from resilient_run.comm.plan.timeline import Chain, Resource, TensorChain, Work, derive
 
 GPU, CPU, INTRA, INTER = Resource.GPU, Resource.CPU, Resource.INTRA, Resource.INTER
 NOTHING: Chain = ()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from baselines.timeline import Place, places
 from ranks import run_hosts
 from tiers import nightly_but
 from torch import Tensor
@@ -14,12 +15,12 @@ from resilient_run.comm.compress.compressors import named
 from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.errors import CommError, MessageError
 from resilient_run.comm.espresso.cost import Costs
+from resilient_run.comm.espresso.maxplus import Resource
 from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.transport import from_bytes
 from resilient_run.comm.plan.cluster import Cluster, Coder, CompressorCost, LinkCost
 from resilient_run.comm.plan.constraints import rootless
 from resilient_run.comm.plan.curve import Affine
-from resilient_run.comm.plan.timeline import Place, Resource, places
 from resilient_run.comm.plan.tree import Device, Option, all_options
 from resilient_run.comm.runtime.execute import OptionScheme, options_of
 

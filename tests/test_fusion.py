@@ -11,6 +11,7 @@ import pytest
 from baselines.algorithm_5_1 import algorithm_5_1
 from baselines.fusions import best_bucketed, best_evenly_split, evenly_split, hipress, layer_wise, one_group
 from baselines.system import System
+from baselines.timeline import fusion_timeline
 
 from resilient_run.comm.cupcake.cupcake import cupcake, dense, optimum
 from resilient_run.comm.cupcake.fusion import FusionProblem, Group, Strategy, bucketed, groups_of
@@ -78,8 +79,8 @@ def ends(strategy: Strategy) -> list[int]:
 
 def timeline(problem: FusionProblem, strategy: Strategy) -> list[list[tuple[float, float]]]:
     """Return when each group is encoded, communicated and decoded; checks that the device does one thing at a time."""
-    spans = problem.timeline(strategy)
-    busy = sorted((span.begin_s, span.end_s) for span in spans if span.lane == "device" and span.end_s > span.begin_s)
+    spans = fusion_timeline(problem, strategy).spans
+    busy = sorted((span.begin_s, span.end_s) for span in spans if span.lane != "inter" and span.end_s > span.begin_s)
     assert all(end_s <= begin_s for (_, end_s), (begin_s, _) in itertools.pairwise(busy))
     return [
         [(span.begin_s, span.end_s) for span in spans if span.group == group and span.kind != "backward"]

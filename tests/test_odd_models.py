@@ -11,7 +11,7 @@ pytestmark = pytest.mark.jobs
 
 SCRIPT = str(Path(__file__).parent / "odd_models.py")
 MISTAKES = {
-    "misspelt": "spardl has no option densty; it has density, teams, gather, alpha_s, beta_s",
+    "misspelt": "spardl has no option densty; it has density, teams, gather",
     "of another": "topk has no option k; it has density",
     "a text": "topk: density must be a number, got '0.01'",
     "no integer": "powersgd: rank must be an integer, got 2.5",

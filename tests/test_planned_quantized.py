@@ -16,12 +16,12 @@ from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.comm.compress.compressors import named as compressor_named
 from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.espresso.cost import Costs
+from resilient_run.comm.espresso.maxplus import Resource
 from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.plan.cluster import Cluster as PlannedCluster
 from resilient_run.comm.plan.cluster import Coder, CompressorCost, LinkCost
 from resilient_run.comm.plan.curve import FREE, Affine
 from resilient_run.comm.plan.plan import Plan
-from resilient_run.comm.plan.timeline import Resource
 from resilient_run.comm.plan.tree import Device, parse
 from resilient_run.comm.runtime.execute import OptionScheme
 from resilient_run.comm.schemes import named

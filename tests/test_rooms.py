@@ -49,7 +49,6 @@ EDGES = {
     "launcher": "launcher.rendezvous launcher.workers launcher.lab daemon.trust daemon.run daemon.base daemon.tier"
     " ckpt ckpt.link ckpt.errors ckpt.format",
     "comm.errors": "",
-    "comm.sparsity": "",
     "comm.ops": "comm.errors",
     "comm.plan": "comm.errors",
     "comm.net": "comm.ops comm.plan comm.errors",
@@ -60,15 +59,15 @@ EDGES = {
     "comm.cupcake": "comm.plan",
     "comm.espresso": "comm.cupcake comm.plan comm.errors",
     "comm.runtime": "comm.schemes comm.compress comm.net comm.plan comm.errors",
-    "comm.measure": "comm.runtime comm.spardl comm.compress comm.schemes comm.net comm.ops comm.plan",
-    "comm.trial": "comm.runtime comm.net comm.sparsity comm.errors",
+    "comm.measure": "comm.runtime comm.compress comm.net comm.plan",
+    "comm.trial": "comm.runtime comm.net comm.errors",
     "comm": "comm.*",
     "comm.cli": "comm comm.*",
 }
 """Room → the rooms that it may import, for types too; what is not here is forbidden.
 
-A room is a folder without the rooms below it: "daemon" is `daemon/*.py`. Four modules at the top are rooms by
-themselves: the two `errors`, and `schemes` and `sparsity`, which users import and other rooms too. "daemon.*" is every
+A room is a folder without the rooms below it: "daemon" is `daemon/*.py`. Three modules at the top are rooms by
+themselves: the two `errors`, and `schemes`, which users import and other rooms too. "daemon.*" is every
 room below that folder but those in `ABOVE`. What a reader may not expect:
 
 - `daemon.base` reads messages (`ckpt.format`): it has the socket that strangers knock at.

@@ -11,6 +11,7 @@ from baselines import IndexFree, Strawman, named
 from formulas import RECEIVED_BYTES, Sparsity
 from ranks import run_hosts, run_ranks
 from sparse_gradients import gradients, in_order
+from sparsity import densities, skewness
 from tiers import nightly_but
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.transport import Traffic, Transport
 from resilient_run.comm.net.two_level import TwoLevel
 from resilient_run.comm.runtime.bucket import BucketSum
-from resilient_run.comm.sparsity import densities, skewness
 from resilient_run.comm.zen.formats import ALL
 from resilient_run.comm.zen.zen import Zen
 

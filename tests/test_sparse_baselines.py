@@ -3,7 +3,7 @@
 import pytest
 import torch
 from baselines import GTopk, OkTopk, TopkDSA
-from baselines.cost import gtopk_cost, ok_topk_cost, topk_a_cost, topk_dsa_cost
+from baselines.cost import gtopk_cost, log2_rounds, ok_topk_cost, topk_a_cost, topk_dsa_cost
 from gradients import Run, check_all_agree, check_nothing_lost, gradient, lost_share, run_steps
 from ranks import run_ranks
 from tiers import nightly_but
@@ -12,7 +12,6 @@ from torch import Tensor
 from resilient_run.comm.errors import CommError
 from resilient_run.comm.net.entries import kept_count
 from resilient_run.comm.net.transport import Transport
-from resilient_run.comm.spardl.cost import log2_rounds
 from resilient_run.comm.spardl.sparse_scheme import SparseScheme
 from resilient_run.comm.spardl.topk_a import TopkA
 

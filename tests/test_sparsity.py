@@ -1,10 +1,10 @@
 """Metrics of sparse gradients on inputs whose numbers are known."""
 
 import pytest
+import sparsity
 import torch
 from baselines.rows import Even
 
-from resilient_run.comm import sparsity
 from resilient_run.comm.zen.partition import Balanced, join
 from resilient_run.comm.zen.sparse import Sparse, merge
 

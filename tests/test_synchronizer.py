@@ -14,7 +14,7 @@ from resilient_run.comm.errors import CommError
 from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.scheme import Reduction, Scheme
 from resilient_run.comm.runtime.execute import OptionScheme, options_of
-from resilient_run.comm.synchronizer import GradientSynchronizer, dense_groups, group_key
+from resilient_run.comm.synchronizer import GradientSynchronizer, group_key
 
 GROUPS = [["4.bias"], ["4.weight", "2.bias"], ["0.weight", "2.weight", "0.bias"]]
 
@@ -283,20 +283,6 @@ def test_groups_of_another_model_are_refused(groups: list[list[str]], reason: st
             GradientSynchronizer(model(), groups, scheme)
 
     run_hosts(1, 1, work)
-
-
-def test_buckets_of_what_is_all_reduced() -> None:
-    """In the reverse order of definition, closed at 1 MiB and then at 25 MiB, of one dtype."""
-    parameters = {
-        "a": nn.Parameter(torch.empty(7 << 20, dtype=torch.float16)),
-        "b": nn.Parameter(torch.empty(1)),
-        "c": nn.Parameter(torch.empty(6 << 20)),
-        "d": nn.Parameter(torch.empty(30 << 20)),
-        "e": nn.Parameter(torch.empty(1)),
-    }
-    assert [group.tensors for group in dense_groups(parameters)] == [("e", "d"), ("c", "b"), ("a",)]
-    small = dense_groups(parameters, bucket_bytes=1)
-    assert [group.tensors for group in small] == [("e",), ("d",), ("c",), ("b",), ("a",)]
 
 
 def test_groups_are_compressed_in_backward_communicated_meanwhile_and_decoded_after_it() -> None:

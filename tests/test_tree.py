@@ -123,11 +123,9 @@ def test_the_schemes_of_the_paper_are_one_path_each(scheme: constraints.Constrai
     assert found == [expected]
 
 
-def test_the_command_counts_and_lists() -> None:
-    counted = CliRunner().invoke(resilient_comm, ["tree", "--count", "--json"])
-    assert json.loads(counted.output) == {"options": 4341, "gpu_only": 174}
-    table = CliRunner().invoke(resilient_comm, ["tree", "--count"]).output
-    assert table.splitlines()[-1].split()[-3:] == ["4341", "4332", "174"]
+def test_the_command_lists() -> None:
+    everything = CliRunner().invoke(resilient_comm, ["tree", "--json"])
+    assert len(json.loads(everything.output)) == 4341
     listed = CliRunner().invoke(resilient_comm, ["tree", "--constraint", "uncompressed", "--constraint", "flat"]).output
     assert listed.splitlines() == [
         "all_reduce@flat",

@@ -15,9 +15,9 @@ from resilient_run.comm.compress.compressors import named
 from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.espresso.cost import Holding, held_after
 from resilient_run.comm.net.fabric import Fabric
-from resilient_run.comm.plan.collective import MOST_AT_ONCE_BYTES, blocks, rounds, segments
+from resilient_run.comm.plan.collective import MOST_AT_ONCE_BYTES, Hop, turns
 from resilient_run.comm.plan.constraints import gpu_only
-from resilient_run.comm.plan.tree import Comm, Comp, Option, Phase, all_options
+from resilient_run.comm.plan.tree import Comm, Comp, Option, Phase, Routine, all_options
 from resilient_run.comm.runtime.execute import OptionScheme
 from resilient_run.launcher.netlab import NetLab
 
@@ -108,11 +108,20 @@ def modelled(option: Option, hosts: int, per_host: int, key: str, ratio: float) 
 
 def moves(step: Comm, ranks: int, held_bytes: float) -> Iterator[tuple[int, int, float]]:
     """Yield sender, receiver and bytes of all messages of a collective."""
-    cut = segments(step.routine, ranks, held_bytes)
-    block_bytes = held_bytes / blocks(step.routine, ranks, cut)
-    for hops in rounds(step.routine, ranks, cut):
-        for hop in hops:
+    cuts = step.routine in (Routine.ALL_REDUCE, Routine.REDUCE_SCATTER, Routine.ALL_TO_ALL)
+    block_bytes = held_bytes / ranks if cuts else held_bytes
+    for rank in range(ranks):
+        for hop in sends(step.routine, ranks, rank):
             yield hop.sender, hop.receiver, len(hop.blocks) * block_bytes
+
+
+def sends(routine: Routine, ranks: int, rank: int) -> list[Hop]:
+    """Return what a rank sends: to the root in a gather, twice around a ring in an all-reduce."""
+    if routine is Routine.GATHER:
+        return [Hop(rank, 0, (rank,))] if rank else []
+    if routine is Routine.ALL_REDUCE:
+        return [Hop(rank, (rank + 1) % ranks, (0,))] * (2 * (ranks - 1))
+    return [sent for sent, _ in turns(routine, ranks, rank) if sent is not None]
 
 
 def covering() -> list[Option]:

@@ -1,6 +1,7 @@
 """The bytes that `benchmarks/zen_scaling.py` counts are those of the real schemes, its imbalances those of indices."""
 
 import pytest
+import sparsity
 import torch
 from baselines import AGsparse, IndexFree, RecursiveDoubling
 from baselines.rows import Even
@@ -9,7 +10,6 @@ from sparse_workload import WORKLOADS
 from torch import Tensor
 from zen_scaling import BALANCES, PARALLEL, SCHEMES, WIDTH, drawn, imbalance, phases
 
-from resilient_run.comm import sparsity
 from resilient_run.comm.net.rounds import carry_out
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.zen.routes import push_and_pull

@@ -1,6 +1,50 @@
-"""The alpha-beta cost of the sparse all-reduces that SparDL is compared with (SparDL, Table 1)."""
+"""The alpha-beta cost of SparDL (equations 3, 5 and 7) and of what it is compared with (SparDL, Table 1)."""
 
-from resilient_run.comm.spardl.cost import Cost, log2_rounds
+from dataclasses import dataclass
+
+from resilient_run.comm.spardl.teams import Gather
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What the rank that receives most has to wait for.
+
+    Attributes:
+        rounds: Messages that follow each other; each takes alpha.
+        least_words: Values and indices received, of 4 bytes each, when the ranks' elements overlap best.
+        most_words: The same when they overlap worst.
+    """
+
+    rounds: int
+    least_words: float
+    most_words: float
+
+    def most_s(self, *, alpha_s: float, beta_s: float) -> float:
+        """Return alpha·rounds + beta·words at worst: `alpha_s` for a message, `beta_s` for a word."""
+        return self.rounds * alpha_s + self.most_words * beta_s
+
+
+def log2_rounds(count: int) -> int:
+    """Return ⌈log2 count⌉."""
+    return (count - 1).bit_length()
+
+
+def spardl_cost(ranks: int, kept: int, *, teams: int = 1, gather: Gather = "recursive") -> Cost:
+    """SparDL with d teams: equations (3), (5) and (7).
+
+    The lower bound of equation (7) omits the reduce-scatter; this one has it: 2·k·(P + P·d - 2·d)/(P·d).
+    """
+    rounds = 2 * log2_rounds(ranks // teams) + log2_rounds(teams)
+    scatter = 2 * kept * (ranks - teams) / ranks
+    if gather == "recursive":
+        words = 2 * scatter + 2 * kept * teams / ranks * log2_rounds(teams)
+        return Cost(rounds=rounds, least_words=words, most_words=words)
+    between = 2 * kept * (teams - 1) / ranks
+    return Cost(
+        rounds=rounds,
+        least_words=scatter + between + scatter / teams,
+        most_words=scatter + teams * between + scatter,
+    )
 
 
 def topk_a_cost(ranks: int, kept: int) -> Cost:

@@ -6,7 +6,8 @@ from typing import Any
 import click
 
 # Each is a function in the module of its name. Some need torch, whose import the others do not wait for.
-_COMMANDS = ("advise", "bench", "plan", "profile", "stats", "tree")
+_COMMANDS = ("advise", "plan", "profile", "tree")
+_REMOVED = dict.fromkeys(("bench", "stats"), "`resilient-comm advise` measures schemes in your own job")
 
 
 class _Commands(click.Group):
@@ -16,6 +17,8 @@ class _Commands(click.Group):
         return sorted(_COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name in _REMOVED:
+            raise click.UsageError(f"resilient-comm {name} is gone: {_REMOVED[name]}")
         if name not in _COMMANDS:
             return None
         module: Any = import_module(f".{name}", __package__)

@@ -20,7 +20,6 @@ from ..plan.fields import FileFields
 from ..plan.model import read_model
 from ..plan.tree import Routine
 from .job import from_environment, joined_job
-from .share import Share
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -29,7 +28,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--compressor", type=click.Choice(NAMES), default="topk", show_default=True, help="Which one.")
 @click.option(
     "--density",
-    type=Share(),
+    type=click.FloatRange(0, 1, min_open=True),
     default=0.01,
     show_default=True,
     help="Share of the elements that topk, dgc and randomk send.",

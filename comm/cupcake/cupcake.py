@@ -78,7 +78,6 @@ def fusion_plan(
         planning_s=planning_s,
         bound_s=min(costs.forward_s + best.bound_s, iteration_s),
         baselines_s=baselines_s,
-        timeline=tuple(span for span in problem.timeline(strategy) if span.end_s > span.begin_s),
     )
 
 

@@ -9,7 +9,7 @@ waits for it but the optimizer.
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -17,8 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.model import Tensor
-from ..plan.plan import BusySpan
-from ..plan.timeline import Resource, TensorChain, Work, derive
 
 LEAST_BUCKET_BYTES = 64 << 10
 
@@ -108,20 +106,6 @@ class FusionProblem:
         """Return the seconds for encoding, communicating and decoding a group."""
         encode_s, send_s, decode_s = self.costs(group.compressed)[:, group.start, group.end].tolist()
         return encode_s, send_s, decode_s
-
-    def timeline(self, strategy: Strategy) -> tuple[BusySpan, ...]:
-        """Return what the device and the network do, seconds since the backward pass began."""
-        jobs = []
-        for group in strategy:
-            encode_s, send_s, decode_s = self.costs_s(group)
-            chain = (
-                Work(Resource.GPU, encode_s, "compress"),
-                Work(Resource.INTER, send_s, "communicate"),
-                Work(Resource.GPU, decode_s, "decompress"),
-            )
-            jobs.append(TensorChain(self.backward_s[group.end] - self.backward_s[group.start], chain))
-        found = derive(jobs).spans
-        return tuple(replace(span, lane="network" if span.lane == Resource.INTER else "device") for span in found)
 
     def finish_s(self, strategy: Strategy) -> float:
         """Return when the last group is decoded, seconds since the backward pass began."""

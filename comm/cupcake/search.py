@@ -1,6 +1,6 @@
 """The best fusion for costs of any form, and a time that no fusion beats.
 
-An iteration ends when the longest of these paths through the timeline does (`FusionProblem.timeline`):
+An iteration ends when the longest of these paths through the timeline does (`FusionProblem.finish_s`):
 
 - The device computes, encodes and decodes everything, one after the other.
 - For two tensors p <= q: the device computes and encodes up to the end of p's group, the network sends from that group
@@ -44,8 +44,6 @@ _GAIN = 1e-4
 # A step changes no weight by more than this, as a logarithm.
 _LONGEST_STEP = 20.0
 _WEIGHINGS = 6
-# Weights of the deadline, in bounds on how much communication is left when decoding has to be done.
-_DEADLINES = np.array([0.0, 1.0, 4.0])
 _FIRST_WIDTH = 16
 _WIDENING = 4
 _WIDE = 256
@@ -294,7 +292,7 @@ class _Search:
 
     def __init__(self, problem: FusionProblem, kinds: Sequence[bool], known: Iterable[Strategy]) -> None:
         self._problem, self._count = problem, len(problem)
-        self._bounds = bounds = Bounds(problem, kinds)
+        self._bounds = Bounds(problem, kinds)
         tensors = ([Group(index, index + 1, kind) for kind in kinds] for index in range(self._count))
         quickest = tuple(min(groups, key=lambda group: sum(problem.costs_s(group))) for groups in tensors)
         starts = [
@@ -304,14 +302,6 @@ class _Search:
         ]
         self._best = min(starts, key=problem.finish_s)
         self._best_s = problem.finish_s(self._best)
-        deadlines = 1 + _DEADLINES[:, None, None, None]
-        # [weight, prefix]: by how much communication of the rest, and its last decoding, exceed all its decoding.
-        ahead = deadlines * bounds.send - bounds.decode
-        ahead[..., -1] += deadlines[..., 0] * bounds.decode[..., -1]
-        ahead = ahead.min(axis=1)
-        self._ahead = np.zeros((len(deadlines), self._count + 1))
-        for start in range(self._count - 1, -1, -1):
-            self._ahead[:, start] = (ahead[:, start, start + 1 :] + self._ahead[:, start + 1 :]).min(axis=1)
 
     def run(self, most: float) -> FoundFusion:
         # The first branch is not counted: what it takes grows with the square of the tensors, and all need it.
@@ -413,16 +403,13 @@ class _Search:
     def _felt(self, labels: Floats, end: int) -> Floats:
         """Return what the rest can notice of each label: times that it cannot use are raised to those that it can.
 
-        Communication goes on when the next tensor is encoded at the earliest. Decoding that ends before all computation
-        does is not felt, nor is decoding that is done so early that even the last decoding of any rest that keeps below
-        the limit comes later.
+        Communication goes on when the next tensor is encoded at the earliest, and decoding that ends before all
+        computation does is not felt.
         """
         encoding_s, sent_s, decoded_s, decoding_s = labels
         computing_s = encoding_s + decoding_s
         sent_s = np.maximum(sent_s, self._bounds.backward[min(end + 1, self._count)] + encoding_s)
-        deadlines = _DEADLINES[:, None]
-        unfelt_s = sent_s + self._ahead[:, end, None] - deadlines * (self._limit_s - sent_s)
-        decoded_s = np.maximum(decoded_s, np.maximum(self._bounds.backward[-1] + computing_s, unfelt_s.max(axis=0)))
+        decoded_s = np.maximum(decoded_s, self._bounds.backward[-1] + computing_s)
         return np.stack([encoding_s, computing_s, sent_s, decoded_s])
 
 

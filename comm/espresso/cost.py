@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.cluster import Cluster, LinkCost
-from ..plan.collective import at_once_bytes, is_short, load, segments
+from ..plan.collective import at_once_bytes, is_short, load
 from ..plan.curve import Affine, Curve, Table
-from ..plan.timeline import Resource
 from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step
-from .strategy import Choice, CostedStep
+from .maxplus import Resource
+from .strategy import KINDS, Choice, CostedStep
 
 Array = NDArray[np.float64]
 
-_KINDS = {Comp: "compress", Comm: "communicate", Decomp: "decompress"}
+_KINDS = dict(zip((Comp, Comm, Decomp), KINDS, strict=True))
 _FURTHER = 1 / 4
 _MOST_FURTHER_S = 1e-4
 """What a message costs that goes at once with another one: of a start-up, but no more than that."""
@@ -125,14 +125,9 @@ class Costs:
         cost, sharing = self._of(link, step), holding.senders if step.phase is Phase.INTER else 1
         if isinstance(cost, Table):
             return resource, cost.over(sharing * held_bytes)
-        most_bytes = self._at_once_bytes(step, link)
-        alike = not step.routine.rooted and step.routine is not Routine.ALL_TO_ALL
-        ways = [
-            (segments(step.routine, participants, each), is_short(step.routine, participants, each, most_bytes))
-            for each in held_bytes[: 1 if alike else None].tolist()
-        ]
-        costs = {way: self._load(step, link, *way) for way in set(ways)}
-        startups_s, s_per_byte = np.array([costs[way] for way in ways]).T
+        short = is_short(step.routine, participants, held_bytes, self._at_once_bytes(step, link))
+        costs = zip(self._load(step, link, short=True), self._load(step, link, short=False), strict=True)
+        startups_s, s_per_byte = (np.where(short, *each) for each in costs)
         if step.compressed and step.routine is Routine.BROADCAST:
             # All sizes are announced at once.
             startups_s = startups_s + _startups_s(cost, 1, participants - 2)
@@ -150,17 +145,17 @@ class Costs:
             byte_s = max(byte_s * exchanged.adapter / exchanged.rank, within.beta_s_per_byte)
         return at_once_bytes(cost.alpha_s, byte_s)
 
-    def _load(self, step: Comm, link: LinkCost, cut: int, short: bool) -> tuple[float, float]:
+    def _load(self, step: Comm, link: LinkCost, *, short: bool) -> tuple[float, float]:
         """Return what all start-ups of a collective cost, and what each byte costs that a rank holds."""
         cluster, cost = self._cluster, self._of(link, step)
         assert isinstance(cost, Affine)
         if not self._derived(step, link):
-            found = load(step.routine, self._participants(step.phase), cut=cut, short=short)
+            found = load(step.routine, self._participants(step.phase), short=short)
             return _startups_s(cost, found.startups, found.further), cost.beta_s_per_byte * found.rank
         # Rounds wait for the link between hosts, and bytes pass at the slower one's pace.
         within = self._of(cluster.intra, step)
         assert isinstance(within, Affine)
-        found = load(step.routine, cluster.hosts, cluster.gpus_per_host, cut, short)
+        found = load(step.routine, cluster.hosts, cluster.gpus_per_host, short)
         s_per_byte = max(cost.beta_s_per_byte * found.adapter, within.beta_s_per_byte * found.rank)
         return _startups_s(cost, found.startups, found.further), s_per_byte
 

@@ -223,7 +223,6 @@ def espresso_plan(
         planning_s=planning_s,
         bound_s=cluster.forward_s + min(job.optimum.bound_s, makespan_s),
         baselines_s=others,
-        timeline=tuple(span for span in job.problem.timeline(strategy).spans if span.end_s > span.begin_s),
     )
 
 

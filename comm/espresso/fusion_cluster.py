@@ -9,9 +9,10 @@ from ..cupcake.fusion import Floats, GroupCosts
 from ..errors import FileError
 from ..plan.cluster import Cluster
 from ..plan.model import Model
-from ..plan.plan import ALL_REDUCE, COMPRESSED, FLAT, KINDS, Plan
+from ..plan.plan import ALL_REDUCE, COMPRESSED, FLAT, Plan
 from ..plan.tree import parse
 from .cost import Costs
+from .strategy import KINDS
 
 # Only what travels between hosts is compressed (thesis, Section 5.4.1); each GPU of a host has a part of it.
 BETWEEN_HOSTS = "reduce_scatter@intra1 > comp:gpu > all_gather@inter > decomp:gpu > all_gather@intra2"
@@ -56,7 +57,7 @@ class _OptionCosts(GroupCosts):
         taken = np.zeros((len(KINDS), sizes_bytes.size))
         for step in found[0][1]:
             taken[KINDS.index(step.kind)] += step.seconds
-        return taken[1:].reshape(-1, *sizes_bytes.shape)
+        return taken.reshape(-1, *sizes_bytes.shape)
 
 
 def fusion_costs(cluster: Cluster, option: str) -> GroupCosts:

@@ -1,4 +1,17 @@
-"""The timeline as linear maps in (max, +): the state is when each queue is free, a chain maps one to the next.
+"""The iteration time F(S) of a strategy (Section 4.3) as linear maps in (max, +), of the times when queues are free.
+
+Tensors become ready one after the other in the backward pass. Each then goes through its own chain of steps, each
+step on one resource:
+
+- **GPU.** What a tensor does on the GPU before its first communication runs right after its backward computation and
+  delays that of the tensors behind it. A GPU step between two communications runs when the first one ends, and takes
+  its time from the backward computation behind its tensor as well. A GPU step after the last communication, a
+  decompression that nobody but the optimizer waits for, yields to the backward pass: it runs when that has ended.
+- **CPU.** One set of cores compresses what becomes ready, another does what follows a communication.
+- **Links**, in a host and between hosts: one queue for both.
+
+Queues serve tensors in ready order and never change a turn: collectives must be called in the same order by all
+workers. So a tensor is never delayed by one behind it. `benchmarks/baselines/timeline.py` simulates the same.
 
 The state after some tensors is a vector: when the GPU's backward pass, the CPU queues, the links and the
 decompression queue are free, and how long the GPU is busy in all. What a tensor does is a matrix: entry (out, in) is
@@ -9,10 +22,20 @@ make exact planning cheap:
 - the same holds for states: no future is worse for the smaller one.
 """
 
+from enum import StrEnum
+
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan.timeline import Resource
+
+class Resource(StrEnum):
+    """What a step of a chain occupies."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    INTRA = "intra"
+    INTER = "inter"
+
 
 Array = NDArray[np.float64]
 
@@ -89,7 +112,7 @@ class Chains:
 
 
 def _queues(resources: NDArray[np.int8]) -> NDArray[np.int8]:
-    """Return which queue serves each step, -1 behind the end of a chain; as `timeline.places` says."""
+    """Return which queue serves each step, -1 behind the end of a chain."""
     gpu, other = resources == _GPU, resources > _GPU
     linked = np.logical_or.accumulate(resources >= _INTRA)
     leads_on = np.logical_or.accumulate(other[::-1])[::-1] | ~other.any(axis=0)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan.timeline import Resource, TensorChain, Timeline, Work, derive
 from . import maxplus
-from .maxplus import Array
+from .maxplus import Array, Resource
 
 Strategy = tuple[int, ...]
 Indices = NDArray[np.intp]
 Fronts = list[Indices]
+KINDS = ("compress", "communicate", "decompress")
 _TICKS_PER_S = 2.0**45
 
 
@@ -23,7 +23,7 @@ class CostedStep:
     Attributes:
         resource: What it occupies.
         seconds: How long for each kind.
-        kind: For what, as `BusySpan.kind`.
+        kind: For what, one of `KINDS`.
     """
 
     resource: Resource
@@ -125,13 +125,3 @@ class Problem:
         for kind, backward_s, choice in zip(self.kinds, self.backward_s, strategy, strict=True):
             state = (maxplus.compute(state, backward_s) + self.matrices(kind, choice)).max(axis=1)
         return float(state.max())
-
-    def timeline(self, strategy: Strategy) -> Timeline:
-        """Return the timeline of a strategy."""
-        return derive([self._job(*each) for each in zip(self.backward_s, self.kinds, strategy, strict=True)])
-
-    def _job(self, backward_s: float, kind: int, choice: int) -> TensorChain:
-        steps = self.choices[choice]
-        taken = self._seconds[kind, self._places[: len(steps), choice]].tolist()
-        works = (Work(step.resource, seconds, step.kind) for step, seconds in zip(steps, taken, strict=True))
-        return TensorChain(backward_s, tuple(works))

@@ -1,1 +1,1 @@
-"""Measures: how long schemes take, and what links and compressors cost."""
+"""Measures what links and compressors cost."""

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..plan.collective import segments, turns
+from ..plan.collective import turns
 from ..plan.tree import Routine
 from .transport import Transport, Turn, from_bytes, to_bytes
 
@@ -57,8 +57,7 @@ def reduce_scatter(transport: Transport, tensor: Tensor) -> Tensor:
 def reduce_to(root: int, tensor: Tensor, transport: Transport) -> Tensor | None:
     """Return on `root` the sum of the ranks' 1-D tensors, which are overwritten; None on the others."""
     dense = tensor.contiguous()
-    numels = _block_numels(Routine.REDUCE, dense.numel(), transport.size, item_bytes=dense.itemsize)
-    _run_turns(transport, Routine.REDUCE, list(torch.split(dense, numels)), numels, root=root)
+    _run_turns(transport, Routine.REDUCE, [dense], [dense.numel()], root=root)
     return dense if transport.rank == root else None
 
 
@@ -66,14 +65,12 @@ def broadcast_from(root: int, message: Tensor | None, transport: Transport, *, s
     """Return the message of `root`; on the others `message` is None. `size_bytes`: its size, where all know it."""
     if message is None:
         size_bytes = transport.announce({}, [root])[root] if size_bytes is None else size_bytes
-        numels = _block_numels(Routine.BROADCAST, size_bytes, transport.size)
-        held = [torch.empty(0, dtype=torch.uint8, device=transport.device)] * len(numels)
-        _run_turns(transport, Routine.BROADCAST, held, numels, root=root)
-        return torch.cat(held)
+        held = [torch.empty(0, dtype=torch.uint8, device=transport.device)]
+        _run_turns(transport, Routine.BROADCAST, held, [size_bytes], root=root)
+        return held[0]
     if size_bytes is None:
         transport.announce({rank: message for rank in range(transport.size) if rank != root}, [])
-    numels = _block_numels(Routine.BROADCAST, message.numel(), transport.size)
-    _run_turns(transport, Routine.BROADCAST, list(torch.split(message, numels)), numels, root=root)
+    _run_turns(transport, Routine.BROADCAST, [message], [message.numel()], root=root)
     return message
 
 
@@ -107,12 +104,6 @@ def _is_left_to_library(transport: Transport) -> bool:
     return transport.device.type == "cuda"
 
 
-def _block_numels(routine: Routine, numel: int, ranks: int, *, item_bytes: int = 1) -> list[int]:
-    """Return the numbers of elements of a tensor's blocks."""
-    count = segments(routine, ranks, numel * item_bytes)
-    return [numel * (block + 1) // count - numel * block // count for block in range(count)]
-
-
 def _run_turns(
     transport: Transport, routine: Routine, held: list[Tensor], numels: Sequence[int], *, root: int = 0
 ) -> None:
@@ -129,7 +120,9 @@ def _run_turns(
             held[block] = held[block].add_(part) if adds else part
 
     own = []
-    for sent, received in turns(routine, size, (transport.rank - root) % size, len(numels) if routine.rooted else 1):
+    for sent, received in turns(routine, size, (transport.rank - root) % size):
+        if sent is None and received is None:
+            continue
         outgoing, incoming = sent.blocks if sent else (), received.blocks if received else ()
         own.append(
             Turn(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from ..errors import CommError
 from ..plan.tree import Phase
@@ -38,6 +39,8 @@ class Fabric:
 def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.device | str = "cpu") -> Fabric:
     """Return a fabric of process groups of its own; all of `ranks` call this together.
 
+    With one rank per host, those of all hosts are all ranks.
+
     Args:
         ranks: Global ranks, those of a host next to each other.
         ranks_per_host: How many a host has.
@@ -48,6 +51,9 @@ def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.devi
     """
     flat = Transport.among(ranks, device)
     agreed(flat.gather_numbers(torch.tensor([as_number(ranks_per_host)])).view(-1).tolist())
+    if ranks_per_host == 1:
+        alone = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # has nobody to talk to
+        return Fabric(flat=flat, intra=Transport(alone, device), inter=flat)
     host, place = divmod(flat.rank, ranks_per_host)
     return Fabric(
         flat=flat,

@@ -1,10 +1,8 @@
 """What every way to sum gradients over ranks has in common."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -12,37 +10,6 @@ from ..errors import CommError
 from .transport import Transport
 
 Stage = Literal["prepare", "communicate", "settle"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Network:
-    """The network that a scheme is told of, for what it chooses by time.
-
-    Attributes:
-        alpha_s: Latency of one message, seconds.
-        beta_s: Time of one word of 4 bytes on a link, seconds.
-    """
-
-    alpha_s: float
-    beta_s: float
-
-    def __post_init__(self) -> None:
-        for name, seconds in (("alpha_s", self.alpha_s), ("beta_s", self.beta_s)):
-            if not isinstance(seconds, int | float) or not (math.isfinite(seconds) and seconds >= 0):
-                raise CommError(f"{name} is {seconds!r}; give seconds, 0 or more")
-
-    @classmethod
-    def given(cls, alpha_s: float | None, beta_s: float | None) -> Self | None:
-        """Return the network, None where neither is given.
-
-        Raises:
-            CommError: One is missing, or they are no seconds.
-        """
-        if alpha_s is None and beta_s is None:
-            return None
-        if alpha_s is None or beta_s is None:
-            raise CommError("the cost model needs both, alpha_s and beta_s; give the other one, too")
-        return cls(alpha_s=alpha_s, beta_s=beta_s)
 
 
 class Reduction(ABC):

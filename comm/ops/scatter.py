@@ -16,7 +16,7 @@ from .op import Op
 _NATIVE = (torch.float32, torch.float64)
 
 
-def _scatter_add_reference(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+def scatter_add(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """Add each value to the element of `dense` at its index, in place, and return `dense`.
 
     An index may occur more than once. On the CPU its values are added in the order of the list; on CUDA in any order,
@@ -31,31 +31,12 @@ def _scatter_add_reference(dense: Tensor, indices: Tensor, values: Tensor) -> Te
     Raises:
         OpError: The tensors do not belong together, or an index does not fit; `dense` is as it was.
     """
-    elements = _checked("scatter_add", dense, indices, values)
-    elements.index_add_(0, indices, values.detach())
-    return dense
-
-
-def _checked(name: str, dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    elements = flat_in_place(name, dense)
-    check_list(name, indices, values)
+    elements = flat_in_place("scatter_add", dense)
+    check_list("scatter_add", indices, values)
     if values.dtype != dense.dtype:
-        raise OpError(f"{name}: values of {values.dtype} cannot be added to {dense.dtype}; convert them")
-    check_range(name, indices, elements.numel())
-    return elements
-
-
-@cpu_kernel
-def _add(dense: NDArray[Any], indices: NDArray[np.int32], values: NDArray[Any]) -> None:
-    for i in range(indices.size):
-        dense[indices[i]] += values[i]
-
-
-def _scatter_add_cpu(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    if dense.dtype not in _NATIVE:
-        return _scatter_add_reference(dense, indices, values)
-    elements = _checked("scatter_add", dense, indices, values)
-    _add(host(elements), host(indices), host(values))
+        raise OpError(f"scatter_add: values of {values.dtype} cannot be added to {dense.dtype}; convert them")
+    check_range("scatter_add", indices, elements.numel())
+    elements.index_add_(0, indices, values.detach())
     return dense
 
 
@@ -193,5 +174,4 @@ def _coo_add_cuda(indices: Tensor, values: Tensor, other_indices: Tensor, other_
     return Coo(both, sums.to(values.dtype))
 
 
-scatter_add = Op(name="scatter_add", reference=_scatter_add_reference, cpu=_scatter_add_cpu)
 coo_add = Op(name="coo_add", reference=_coo_add_reference, cpu=_coo_add_cpu, cuda=_coo_add_cuda)

@@ -5,22 +5,22 @@ of theirs would reach it: a reduction is a distribution in reverse order, with s
 round does a rank send or receive more than one message.
 """
 
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .tree import Routine
+
+Places = NDArray[np.intp]
 
 MOST_AT_ONCE_BYTES = 256 << 10
 _LEAST_AT_ONCE_BYTES = 16 << 10
 _AT_ONCE_S = 0.008
 _AT_ONCE_STARTUPS = 4
-
-_LEAST_SEGMENT_BYTES = 128 << 10
-_MOST_SEGMENTS_PER_RANK = 8
 
 
 class Hop(NamedTuple):
@@ -34,7 +34,8 @@ class Hop(NamedTuple):
     blocks: tuple[int, ...]
 
 
-Round = tuple[Hop, ...]
+Turn = tuple[Hop | None, Hop | None]
+"""What a rank sends and receives in one round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +43,7 @@ class Load:
     """What a collective asks of the network.
 
     Attributes:
-        startups: Messages each of which waits for the one before it. The blocks of a chain follow each other while
-            those before them are on their way, so only the way of the first one counts. What goes at once has one.
+        startups: Messages each of which waits for the one before it. What goes at once has one.
         further: Messages of a rank that go at once with the first one.
         rank: Bytes that go through the busiest rank, one direction, round by round, for each byte that a rank holds.
         adapter: The same of the busiest adapter, which the ranks of a host share.
@@ -55,63 +55,22 @@ class Load:
     further: int = 0
 
 
-def segments(routine: Routine, ranks: int, size_bytes: float) -> int:
-    """Return into how many blocks a rooted collective cuts a tensor, for a pipeline along a chain; 1 goes by a tree."""
-    if routine not in (Routine.REDUCE, Routine.BROADCAST) or ranks == 2:
-        return 1
-    most = min(size_bytes / _LEAST_SEGMENT_BYTES, _MOST_SEGMENTS_PER_RANK * ranks)
-    count = 1 << max(0, int(most).bit_length() - 1)
-    return count if count >= ranks else 1
-
-
-def blocks(routine: Routine, ranks: int, cut: int = 1) -> int:
-    """Return how many blocks make what a rank holds before a collective."""
-    match routine:
-        case Routine.REDUCE | Routine.BROADCAST:
-            return cut
-        case Routine.GATHER | Routine.ALL_GATHER:
-            return 1
-        case _:
-            return ranks
-
-
 @cache
-def rounds(routine: Routine, ranks: int, cut: int = 1) -> tuple[Round, ...]:
-    """Return the rounds of a collective; `cut` is what `segments` says."""
+def turns(routine: Routine, ranks: int, rank: int) -> tuple[Turn, ...]:
+    """Return what a rank sends and receives in each round; all-reduces are the library's, and gathers have none."""
     match routine:
-        case Routine.ALL_REDUCE:
-            # The library's own, which pipelines a ring.
-            return (*_reversed(_ring(ranks)), *_ring(ranks))
         case Routine.ALL_GATHER:
-            return _all_gather(ranks)
-        case Routine.REDUCE_SCATTER:
-            return _reversed(_all_gather(ranks))
+            return tuple(_all_gather(ranks, rank))
         case Routine.BROADCAST:
-            return _tree(ranks) if cut == 1 else _chain(ranks, cut)
+            return tuple(_tree(ranks, rank))
+        case Routine.REDUCE_SCATTER:
+            return _reversed(turns(Routine.ALL_GATHER, ranks, rank))
         case Routine.REDUCE:
-            return _reversed(rounds(Routine.BROADCAST, ranks, cut))
-        case Routine.GATHER:
-            return tuple((Hop(rank, 0, (rank,)),) for rank in range(1, ranks))
+            return _reversed(turns(Routine.BROADCAST, ranks, rank))
         case Routine.ALL_TO_ALL:
-            targets = [[(rank + distance) % ranks for rank in range(ranks)] for distance in range(1, ranks)]
-            return tuple(tuple(Hop(rank, to, (to,)) for rank, to in enumerate(each)) for each in targets)
-
-
-@cache
-def turns(routine: Routine, ranks: int, rank: int, cut: int = 1) -> tuple[tuple[Hop | None, Hop | None], ...]:
-    """Return what a rank sends and receives in the rounds in which it does either."""
-    if routine is Routine.ALL_TO_ALL:
-        return tuple(
-            (Hop(rank, to, (to,)), Hop(source, rank, (rank,)))
-            for to, source in (((rank + d) % ranks, (rank - d) % ranks) for d in range(1, ranks))
-        )
-    found = []
-    for hops in rounds(routine, ranks, cut):
-        sent = next((hop for hop in hops if hop.sender == rank), None)
-        received = next((hop for hop in hops if hop.receiver == rank), None)
-        if sent or received:
-            found.append((sent, received))
-    return tuple(found)
+            pairs = (((rank + distance) % ranks, (rank - distance) % ranks) for distance in range(1, ranks))
+            return tuple((Hop(rank, to, (to,)), Hop(source, rank, (rank,))) for to, source in pairs)
+    raise AssertionError(f"nobody carries out the rounds of {routine}")
 
 
 def at_once_bytes(startup_s: float, byte_s: float) -> float:
@@ -129,8 +88,8 @@ def at_once_bytes(startup_s: float, byte_s: float) -> float:
     return min(MOST_AT_ONCE_BYTES, max(_LEAST_AT_ONCE_BYTES, max(_AT_ONCE_S, _AT_ONCE_STARTUPS * startup_s) / byte_s))
 
 
-def is_short(routine: Routine, ranks: int, size_bytes: float, most_bytes: float = MOST_AT_ONCE_BYTES) -> bool:
-    """Tell whether all messages of a collective go at once.
+def is_short(routine: Routine, ranks: int, size_bytes: Any, most_bytes: float = MOST_AT_ONCE_BYTES) -> Any:
+    """Tell whether all messages of a collective go at once: a bool, or one for each size in an array.
 
     Args:
         routine: The collective.
@@ -148,125 +107,89 @@ def is_short(routine: Routine, ranks: int, size_bytes: float, most_bytes: float 
 
 
 @cache
-def load(routine: Routine, hosts: int, per_host: int = 1, cut: int = 1, short: bool = False) -> Load:
+def load(routine: Routine, hosts: int, per_host: int = 1, short: bool = False) -> Load:
     """Return what a collective of all ranks asks of the network; those of a host are next to each other.
+
+    Rounds are not written out: of thousands of ranks they have millions of messages.
 
     Args:
         routine: The collective.
         hosts: As many as take part.
         per_host: Ranks on each.
-        cut: What `segments` says.
         short: What `is_short` says.
     """
     ranks = hosts * per_host
     if short:
         return replace(load(routine, hosts, per_host), startups=1, further=ranks - 2)
-    if cut > ranks:
-        # Each further block takes one more round like those in the middle, in which all are at work.
-        most, more = load(routine, hosts, per_host, ranks), cut - ranks
-        moved, crossed = (round(share * ranks) + more for share in (most.rank, most.adapter))
-        return Load(startups=most.startups, rank=moved / cut, adapter=crossed / cut if hosts > 1 else 0.0)
-    moved, crossed, startups = _moved(routine, ranks, per_host, cut)
-    whole = blocks(routine, ranks, cut)
-    return Load(startups=startups if cut == 1 else ranks - 1, rank=moved / whole, adapter=crossed / whole)
-
-
-def _moved(routine: Routine, ranks: int, per_host: int, cut: int) -> tuple[int, int, int]:
-    """Return the blocks that `rounds` moves through the busiest rank and adapter, and the number of rounds.
-
-    Without writing the rounds out: of thousands of ranks they have millions of messages.
-    """
+    # Of each kind of round: how many, the blocks that a rank moves in one, and the ranks of a host that leave it.
+    kinds: list[tuple[int, int, int]]
+    places = np.arange(ranks)
     match routine:
-        case Routine.ALL_REDUCE:
-            count = 2 * (ranks - 1)
-            return count, count * _crossing(1, ranks, per_host), count
+        case Routine.ALL_REDUCE:  # the library's own, which pipelines a ring
+            kinds = [(2 * (ranks - 1), 1, _shifted(1, ranks, per_host))]
         case Routine.ALL_TO_ALL:
-            crossed = sum(_crossing(distance, ranks, per_host) for distance in range(1, ranks))
-            return ranks - 1, crossed, ranks - 1
+            kinds = [(1, 1, _shifted(distance, ranks, per_host)) for distance in range(1, ranks)]
+        case Routine.GATHER:
+            return Load(startups=ranks - 1, rank=ranks - 1, adapter=ranks - per_host)
         case Routine.ALL_GATHER | Routine.REDUCE_SCATTER:
             stride = ranks & -ranks
-            moved = startups = ranks // stride - 1
-            crossed = startups * _crossing(stride, ranks, per_host)
-            while stride > 1:
-                stride //= 2
-                count = ranks // (2 * stride)
-                places = np.arange(ranks)
-                leaving = places // per_host != (places ^ stride) // per_host
-                crossed += count * int(np.bincount(places[leaving] // per_host, minlength=1).max())
-                moved, startups = moved + count, startups + 1
-            return moved, crossed, startups
-        case Routine.GATHER:
-            return ranks - 1, ranks - per_host, ranks - 1
-        case Routine.BROADCAST | Routine.REDUCE if cut > 1:
-            # In each round of a chain at most one message leaves a host, and one enters it: those between two hosts.
-            steps = range(cut + ranks - 2)
-            spans = ((max(0, step - cut + 1) // per_host, min(step + 1, ranks - 1) // per_host) for step in steps)
-            return len(steps), sum(first < last for first, last in spans), len(steps)
+            kinds = [(ranks // stride - 1, 1, _shifted(stride, ranks, per_host))]
+            for distance in _halves(stride):
+                kinds.append((1, ranks // (2 * distance), _crossing(places, places ^ distance, per_host)))
         case _:
-            return _counted(rounds(routine, ranks, cut), per_host)
+            senders = {distance: places[: ranks - distance : 2 * distance] for distance in _halves(2 * ranks - 1)}
+            kinds = [(1, 1, _crossing(each, each + distance, per_host)) for distance, each in senders.items()]
+    whole = 1 if routine.rooted or routine is Routine.ALL_GATHER else ranks
+    return Load(
+        startups=sum(count for count, _, _ in kinds),
+        rank=sum(count * moved for count, moved, _ in kinds) / whole,
+        adapter=sum(count * moved * crossing for count, moved, crossing in kinds) / whole,
+    )
 
 
-def _crossing(distance: int, ranks: int, per_host: int) -> int:
+def _shifted(distance: int, ranks: int, per_host: int) -> int:
     """Return how many ranks of a host send to another host if all send to the one that far ahead, less than `ranks`."""
     return per_host - max(0, per_host - distance) - max(0, per_host - (ranks - distance))
 
 
-def _counted(found: tuple[Round, ...], per_host: int) -> tuple[int, int, int]:
-    moved = crossed = 0
-    for hops in found:
-        moved += max(len(hop.blocks) for hop in hops)
-        leaving: Counter[int] = Counter()
-        entering: Counter[int] = Counter()
-        for hop in hops:
-            source, target = hop.sender // per_host, hop.receiver // per_host
-            if source != target:
-                leaving[source] += len(hop.blocks)
-                entering[target] += len(hop.blocks)
-        crossed += max((*leaving.values(), *entering.values()), default=0)
-    return moved, crossed, len(found)
+def _crossing(senders: Places, receivers: Places, per_host: int) -> int:
+    """Return how many messages between these ranks leave or enter the host where most do."""
+    hosts = np.stack([senders, receivers]) // per_host
+    crossing = hosts[:, hosts[0] != hosts[1]]
+    return max(int(np.bincount(ends, minlength=1).max()) for ends in crossing)
 
 
-def _all_gather(ranks: int) -> tuple[Round, ...]:
+def _halves(whole: int) -> list[int]:
+    """Return the powers of two below `whole`'s greatest one, the greatest first."""
+    return [1 << power for power in reversed(range(whole.bit_length() - 1))]
+
+
+def _all_gather(ranks: int, rank: int) -> Iterator[Turn]:
     """All-gather in as few rounds as there are, but for an odd factor: whatever is far goes first, while it is little.
 
     A ring of every 2^j-th rank, and then partners that exchange all they have, at half of the distance each time.
     """
     stride = ranks & -ranks
-    found = list(_ring(ranks, stride))
-    distance = stride // 2
-    while distance:
-        held = [tuple(range(rank % (2 * distance), ranks, 2 * distance)) for rank in range(ranks)]
-        found.append(tuple(Hop(rank, rank ^ distance, held[rank]) for rank in range(ranks)))
-        distance //= 2
-    return tuple(found)
+    to, source = (rank + stride) % ranks, (rank - stride) % ranks
+    for passed in range(0, ranks - stride, stride):
+        yield Hop(rank, to, ((rank - passed) % ranks,)), Hop(source, rank, ((source - passed) % ranks,))
+    for distance in _halves(stride):
+        own, other = (tuple(range(each % (2 * distance), ranks, 2 * distance)) for each in (rank, rank ^ distance))
+        yield Hop(rank, rank ^ distance, own), Hop(rank ^ distance, rank, other)
 
 
-def _ring(ranks: int, stride: int = 1) -> tuple[Round, ...]:
-    """All-gather among every so many ranks: each passes on what it got last."""
-    return tuple(
-        tuple(Hop(rank, (rank + stride) % ranks, ((rank - step * stride) % ranks,)) for rank in range(ranks))
-        for step in range(ranks // stride - 1)
-    )
-
-
-def _tree(ranks: int) -> tuple[Round, ...]:
+def _tree(ranks: int, rank: int) -> Iterator[Turn]:
     """Broadcast of one block: who has it sends it to the middle of the ranks that it serves."""
-    found = []
-    distance = 1 << max(0, (ranks - 1).bit_length() - 1)
-    while distance and ranks > 1:
-        senders = range(0, ranks - distance, 2 * distance)
-        found.append(tuple(Hop(rank, rank + distance, (0,)) for rank in senders))
-        distance //= 2
-    return tuple(found)
+    for distance in _halves(2 * ranks - 1):
+        sends, receives = rank % (2 * distance) == 0 and rank + distance < ranks, rank % (2 * distance) == distance
+        yield (
+            Hop(rank, rank + distance, (0,)) if sends else None,
+            Hop(rank - distance, rank, (0,)) if receives else None,
+        )
 
 
-def _chain(ranks: int, cut: int) -> tuple[Round, ...]:
-    """Broadcast of many blocks: each rank passes on one while it receives the next one."""
-    return tuple(
-        tuple(Hop(rank, rank + 1, (step - rank,)) for rank in range(max(0, step - cut + 1), min(step + 1, ranks - 1)))
-        for step in range(cut + ranks - 2)
-    )
+def _reversed(distribution: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    def turned(hop: Hop | None) -> Hop | None:
+        return hop and Hop(hop.receiver, hop.sender, hop.blocks)
 
-
-def _reversed(distribution: tuple[Round, ...]) -> tuple[Round, ...]:
-    return tuple(tuple(Hop(to, source, carried) for source, to, carried in hops) for hops in reversed(distribution))
+    return tuple((turned(received), turned(sent)) for sent, received in reversed(distribution))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,28 +38,6 @@ class PlanGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BusySpan:
-    """Something that a lane is busy with, in seconds since the backward pass began.
-
-    Attributes:
-        lane: The resource: a device or a network.
-        kind: `backward`, `compress`, `communicate` or `decompress`.
-        group: Index of the group it is for.
-        begin_s: Its begin.
-        end_s: Its end, no earlier.
-    """
-
-    lane: str
-    kind: str
-    group: int
-    begin_s: float
-    end_s: float
-
-
-KINDS = ("backward", "compress", "communicate", "decompress")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """What a run-time executes, and what was predicted for it.
 
@@ -73,7 +51,6 @@ class Plan:
         planning_s: Time that planning took.
         bound_s: No plan that its family of planners chooses from takes less.
         baselines_s: Predicted times of an iteration of other planners, by name.
-        timeline: When what happens.
     """
 
     planner: str
@@ -85,7 +62,6 @@ class Plan:
     planning_s: float
     bound_s: float
     baselines_s: Mapping[str, float]
-    timeline: tuple[BusySpan, ...]
 
     @property
     def compress(self) -> bool:
@@ -118,7 +94,6 @@ class Plan:
             "baselines_s": dict(self.baselines_s),
             "groups": [list(group.tensors) for group in self.groups],
             "options": [group.option for group in self.groups],
-            "timeline": [asdict(span) for span in self.timeline],
         }
 
     def write(self, path: Path) -> None:
@@ -141,20 +116,18 @@ class Plan:
             raise fields.wrong("version", "plan files are written by `resilient-comm plan --out`")
         fields.version(VERSION)
         compress = fields.flag("compress", "whether anything is compressed")
-        fields.ignore(["gap"])
-        groups = _groups(fields)
+        fields.ignore(["gap", "timeline"])  # plans of older versions have one
         baselines = fields.object("baselines_s", "the times of other strategies")
         plan = cls(
             planner=fields.text("planner", "the name of the planner"),
             model=fields.text("model", "the name of the model"),
             compressor=None if fields.null("compressor") else fields.text("compressor", "the compressor, or null"),
-            groups=groups,
+            groups=_groups(fields),
             reason=fields.text("reason", "why this plan"),
             iteration_s=fields.number("iteration_s", "seconds"),
             planning_s=fields.number("planning_s", "seconds"),
             bound_s=fields.number("bound_s", "seconds"),
             baselines_s={name: baselines.number(name, "seconds") for name in sorted(baselines.keys())},
-            timeline=tuple(_span(span, len(groups)) for span in fields.objects("timeline", "spans", empty=True)),
         )
         fields.close()
         if compress is not plan.compress:
@@ -178,22 +151,3 @@ def _groups(fields: FileFields) -> tuple[PlanGroup, ...]:
             raise fields.wrong("groups", f'"{name}" is there twice: each parameter belongs to one group')
         seen.add(name)
     return tuple(PlanGroup(tensors=names, option=option) for names, option in zip(groups, options, strict=True))
-
-
-def _span(fields: FileFields, groups: int) -> BusySpan:
-    kind = fields.text("kind", "one of " + ", ".join(KINDS))
-    if kind not in KINDS:
-        raise fields.wrong("kind", "write one of " + ", ".join(KINDS))
-    span = BusySpan(
-        lane=fields.text("lane", "the resource"),
-        kind=kind,
-        group=fields.integer("group", "the index of a group"),
-        begin_s=fields.number("begin_s", "seconds"),
-        end_s=fields.number("end_s", "seconds"),
-    )
-    fields.close()
-    if span.group >= groups:
-        raise fields.wrong("group", f"write the index of a group, below {groups}")
-    if span.end_s < span.begin_s:
-        raise fields.wrong("end_s", "write no less than begin_s")
-    return span

@@ -4,7 +4,7 @@ Between steps a rank holds either a dense part of the tensor, or *pieces* of a p
 to it, or nothing, while another rank of its host or phase goes on (rooted routines). The tensor is padded so that each
 part divides evenly. Which pieces a compression makes is decided by the collectives that its messages travel through.
 
-The steps run in stages, where the timeline F(S) has them (`timeline`): what the device that computes does first, what
+The steps run in stages, where the timeline F(S) has them (`maxplus`): what the device that computes does first, what
 CPUs do before the first collective, collectives and all that is between them, what CPUs do after them, and what the
 device does last.
 """

@@ -11,7 +11,6 @@ from typing import Final
 
 from torch import Tensor
 
-from ..sparsity import density
 from .advice import BASE, LEAST_TURNS, Method, recommended
 
 _FIRST_STEPS: Final = 6
@@ -79,7 +78,8 @@ class Trial:
         """Learn from the gradients of one step whether they are sparse."""
         for gradient in gradients:
             self._elements += gradient.numel()
-            is_sparse = gradient.is_sparse or (gradient.numel() >= least_elements and density(gradient) < _SPARSE_BELOW)
+            is_large = gradient.numel() >= least_elements
+            is_sparse = gradient.is_sparse or (is_large and _density(gradient) < _SPARSE_BELOW)
             self._sparse_elements += gradient.numel() if is_sparse else 0
 
     def passed(self, step_s: float) -> None:
@@ -139,3 +139,7 @@ class Trial:
 
     def _median_s(self) -> float:
         return median(self._step_s[self._warm_up :])
+
+
+def _density(gradient: Tensor) -> float:
+    return int(gradient.count_nonzero()) / max(gradient.numel(), 1)

@@ -178,14 +178,19 @@ class AutoHook(TriedHook):
         return {"scheme": AUTO, "chosen": self.chosen, "memory": super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; without a choice in it, try anew.
+        """Go on from a saved state; one from before the choice that was made here leaves that as it is.
 
         Raises:
-            CommError: It is of another hook, its method is none of those of this one, or this one has another already.
+            CommError: It is of another hook, its method is none of those of this one, or this one has chosen another.
         """
         if state.get("scheme") != AUTO:
             raise CommError(f"auto cannot go on from the state of {state.get('scheme')!r}; name the same scheme")
         chosen = state["chosen"]
+        if chosen is None and self.chosen is not None:
+            # The choice stays. Before it there was nothing to remember.
+            for fresh in self._fresh.values():
+                self.scheme.load_state_dict(fresh)
+            return
         if self.chosen not in (None, chosen):
             raise CommError(f"auto has chosen {self.chosen!r} since this state; load it after register()")
         if chosen not in (None, BASE, self.chosen, *self._schemes):
@@ -202,8 +207,8 @@ class AutoHook(TriedHook):
 
     def _take(self, name: str) -> None:
         self.chosen, self._trial = name, None
-        if name in self._schemes:
+        self._fresh = {name: self._fresh[name]} if name in self._schemes else {}
+        for fresh in self._fresh.values():
             self.scheme = self._schemes[name]
-            self.scheme.load_state_dict(self._fresh[name])
+            self.scheme.load_state_dict(fresh)
         self._schemes.clear()
-        self._fresh.clear()

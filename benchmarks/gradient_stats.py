@@ -1,6 +1,19 @@
-"""`resilient-comm stats`: how sparse gradients are, and what each scheme would make of them."""
+"""How sparse are the gradients of a training job, and which way would Zen sum them?
+
+In the job, on every rank, under DDP or not:
+
+    recorder = GradientRecorder(model, "gradients")
+    ...  # in each step, after backward:
+    recorder.step()
+
+Then, with the directories of all hosts:
+
+    python benchmarks/gradient_stats.py gradients
+"""
 
 import json
+import os
+import pickle
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,14 +24,15 @@ from statistics import fmean
 from typing import Any, Final
 
 import click
-from torch import Tensor
+import sparsity
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from .. import sparsity
-from ..errors import CommError, FileError
-from ..recorder import read_gradients
-from ..zen.partition import Balanced
-from ..zen.plan import Rows, decide
-from ..zen.sparse import row_width
+from resilient_run.comm.errors import CommError, FileError
+from resilient_run.comm.zen.partition import Balanced
+from resilient_run.comm.zen.plan import Rows, decide
+from resilient_run.comm.zen.sparse import row_width
 
 _NAME: Final = re.compile(r"rank(\d+)-step(\d+)\.pt")
 _ROWS: Final = (16, 64, 256)
@@ -32,6 +46,78 @@ _MEANS: Final = {
     "push_imbalance": ("push", "{:.3f}"),
     "pull_imbalance": ("pull", "{:.3f}"),
 }
+
+
+_SPARSE_BELOW = 1 / 4
+
+
+class GradientRecorder:
+    """Writes `rank<r>-step<n>.pt` for the first steps: a dict of name → gradient, which `stats` reads.
+
+    It hooks on the parameters, so under DDP it sees what this rank computed, not the average.
+
+    Args:
+        model: Bare, or in DistributedDataParallel.
+        directory: Made if it is not there; one for all ranks, or one on each host.
+        steps: How many to keep; after them it does nothing.
+        rank: Part of the file names; by default the environment's RANK, or 0.
+    """
+
+    def __init__(self, model: nn.Module, directory: Path, *, steps: int = 3, rank: int | None = None) -> None:
+        self._directory = Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._steps = steps
+        self._rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self._step = 0
+        self._found: dict[str, Tensor] = {}
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self._handles = [self._watch(name, parameter) for name, parameter in inner.named_parameters()]
+
+    def step(self) -> None:
+        """Record that a step is done: writes what its backward passes have left in the gradients."""
+        if self._step == self._steps:
+            return
+        self._step += 1
+        torch.save(self._found, self._directory / f"rank{self._rank}-step{self._step}.pt")
+        self._found = {}
+        if self._step == self._steps:
+            for handle in self._handles:
+                handle.remove()
+
+    def _watch(self, name: str, parameter: Tensor) -> RemovableHandle:
+        def keep(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            gradient = gradient.detach().cpu()
+            if gradient.is_sparse:
+                self._found[name] = gradient.coalesce().clone()
+            elif gradient.dim() and sparsity.density(gradient) < _SPARSE_BELOW:
+                self._found[name] = gradient.to_sparse(1)
+            else:
+                self._found[name] = gradient.clone()
+
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
+        return handle
+
+
+def read_gradients(path: Path) -> dict[str, Tensor]:
+    """Return name → gradient of a file of `torch.save`: a dict of tensors, or one tensor, which is named "gradient".
+
+    Raises:
+        FileError: It is none, or holds something else.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise FileError(f"{path} cannot be read as tensors; save a dict of them with torch.save: {error}") from error
+    gradients = {"gradient": found} if isinstance(found, Tensor) else found
+    if not isinstance(gradients, dict) or not gradients:
+        raise FileError(f"{path} holds a {type(found).__name__}; save a dict of tensors with torch.save")
+    for name, gradient in gradients.items():
+        if not isinstance(name, str) or not isinstance(gradient, Tensor) or not gradient.is_floating_point():
+            raise FileError(f"{path}: {name!r} is not a gradient; save a dict of floating-point tensors")
+    return gradients
 
 
 @click.command()
@@ -150,3 +236,7 @@ def _row(name: str, found: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     way = plan["route"] + (f", rows of {plan['width']}" if plan["width"] > 1 else "")
     share = f"{plan['received_bytes'] / dense_bytes:.1%}" if dense_bytes else "-"
     return name, f"{found[0]['elements']:,}", *means, way, share
+
+
+if __name__ == "__main__":
+    stats()

@@ -11,8 +11,8 @@ step on one resource:
 - **Links**, in a host and between hosts: one queue for both.
 
 Queues serve tensors in ready order and never change a turn: collectives must be called in the same order by all
-workers. So a tensor is never delayed by one behind it, and the whole is linear in (max, +): `maxplus` and the exact
-planner rest on that.
+workers. So a tensor is never delayed by one behind it, and the whole is linear in (max, +): the planners calculate with
+that (`comm/espresso/maxplus.py`), and this simulation is what they are compared with.
 """
 
 from collections.abc import Sequence
@@ -20,21 +20,37 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from .plan import BusySpan
+from resilient_run.comm.cupcake.fusion import FusionProblem
+from resilient_run.comm.cupcake.fusion import Strategy as Fusion
+from resilient_run.comm.espresso.cost import Costs
+from resilient_run.comm.espresso.maxplus import Resource
+from resilient_run.comm.espresso.strategy import Problem, Strategy
+from resilient_run.comm.plan.cluster import Cluster
+from resilient_run.comm.plan.model import Model
+from resilient_run.comm.plan.plan import ALL_REDUCE, COMPRESSED, DENSE, FLAT, Plan
+from resilient_run.comm.plan.tree import parse
+
+KINDS = ("backward", "compress", "communicate", "decompress")
+LINKS = (Resource.INTRA, Resource.INTER)
 
 
-class Resource(StrEnum):
-    """What a step of a chain occupies."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BusySpan:
+    """Something that a lane is busy with, in seconds since the backward pass began.
 
-    GPU = "gpu"
-    CPU = "cpu"
-    INTRA = "intra"
-    INTER = "inter"
+    Attributes:
+        lane: The resource: a device or a network.
+        kind: One of `KINDS`.
+        group: Index of the group it is for.
+        begin_s: Its begin.
+        end_s: Its end, no earlier.
+    """
 
-    @property
-    def link(self) -> bool:
-        """True for the links."""
-        return self in (Resource.INTRA, Resource.INTER)
+    lane: str
+    kind: str
+    group: int
+    begin_s: float
+    end_s: float
 
 
 class Queue(StrEnum):
@@ -56,7 +72,7 @@ class Place(StrEnum):
 
 
 class Work(NamedTuple):
-    """One step of a chain: what it occupies, for how long, and for what (`plan.KINDS`)."""
+    """One step of a chain: what it occupies, for how long, and for what (`KINDS`)."""
 
     resource: Resource
     seconds: float
@@ -93,7 +109,7 @@ def places(chain: Sequence[Resource]) -> tuple[Place, ...]:
     last ones are the GPU steps after everything else.
     """
     leading = next((index for index, resource in enumerate(chain) if resource is not Resource.GPU), len(chain))
-    first = next((index for index, resource in enumerate(chain) if resource.link), len(chain))
+    first = next((index for index, resource in enumerate(chain) if resource in LINKS), len(chain))
     last = max((index for index, resource in enumerate(chain) if resource is not Resource.GPU), default=len(chain))
     return tuple(
         Place.EARLY
@@ -140,8 +156,42 @@ def derive(jobs: Sequence[TensorChain]) -> Timeline:
 
 
 def _queue(resource: Resource, place: Place) -> Queue:
-    if resource.link:
+    if resource in LINKS:
         return Queue.LINK
     if resource is Resource.CPU:
         return Queue.CPU if place is Place.EARLY else Queue.CPU_LATE
     return Queue.GPU
+
+
+def timeline_of(problem: Problem, strategy: Strategy) -> Timeline:
+    """Return the timeline of a strategy of Espresso's."""
+    jobs = []
+    for backward_s, kind, choice in zip(problem.backward_s, problem.kinds, strategy, strict=True):
+        steps = problem.choices[choice]
+        taken = problem._seconds[kind, problem._places[: len(steps), choice]].tolist()  # rounded
+        works = (Work(step.resource, seconds, step.kind) for step, seconds in zip(steps, taken, strict=True))
+        jobs.append(TensorChain(backward_s, tuple(works)))
+    return derive(jobs)
+
+
+def fusion_timeline(problem: FusionProblem, strategy: Fusion) -> Timeline:
+    """Return the timeline of a fusion."""
+    kinds = ((Resource.GPU, "compress"), (Resource.INTER, "communicate"), (Resource.GPU, "decompress"))
+    jobs = []
+    for group in strategy:
+        works = (Work(resource, s, kind) for (resource, kind), s in zip(kinds, problem.costs_s(group), strict=True))
+        jobs.append(TensorChain(problem.backward_s[group.end] - problem.backward_s[group.start], tuple(works)))
+    return derive(jobs)
+
+
+def plan_timeline(plan: Plan, model: Model, cluster: Cluster) -> Timeline:
+    """Return the timeline of a plan for a model on a cluster."""
+    tensors, standing_for = {tensor.name: tensor for tensor in model.tensors}, {DENSE: ALL_REDUCE, COMPRESSED: FLAT}
+    jobs = []
+    for group in plan.groups:
+        numel = sum(tensors[name].numel for name in group.tensors)
+        option = parse(standing_for.get(group.option, group.option))
+        ((_, steps),) = Costs(cluster, [numel * cluster.bytes_per_element]).options([option])
+        chain = tuple(Work(step.resource, float(step.seconds[0]), step.kind) for step in steps)
+        jobs.append(TensorChain(sum(tensors[name].backward_s for name in group.tensors), chain))
+    return derive(jobs)
