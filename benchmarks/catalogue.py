@@ -428,6 +428,12 @@ BENCHMARKS: Final = (
         results=(Result(name="advise", minutes=19),),
     ),
     Benchmark(
+        script="benchmarks/strangers.py",
+        root=True,
+        also=("comm/cli",),
+        results=(Result(name="strangers", minutes=20, needs=("transformers", "sklearn")),),
+    ),
+    Benchmark(
         script="benchmarks/comm_ops.py",
         results=(Result(name="comm-ops", minutes=10, figures=("3.9",)),),
     ),

@@ -331,7 +331,7 @@ class Transport:
         return self.exchange({to: message}, [source], sizes_bytes=known)[source]
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum `tensor` over all ranks in place with the library's own all-reduce; Gloo gathers a sparse (coalesced) one."""
+        """Sum `tensor` over all ranks in place with the library's own all-reduce; Gloo gathers a sparse one."""
         self.begin_all_reduce(tensor).wait()
 
     def begin_all_reduce(self, tensor: Tensor) -> Work:
