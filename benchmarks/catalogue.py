@@ -431,7 +431,10 @@ BENCHMARKS: Final = (
         script="benchmarks/strangers.py",
         root=True,
         also=("comm/cli",),
-        results=(Result(name="strangers", minutes=20, needs=("transformers", "sklearn")),),
+        results=(
+            Result(name="strangers", arguments="--rates 100mbit", minutes=20, needs=("transformers", "sklearn")),
+            Result(name="strangers-1000", arguments="--rates 1000mbit", minutes=10, needs=("transformers", "sklearn")),
+        ),
     ),
     Benchmark(
         script="benchmarks/comm_ops.py",

@@ -176,7 +176,7 @@ def main() -> None:
     arguments.add_argument("--rates", nargs="+", default=["100mbit", "1000mbit"])
     arguments.add_argument("--trainings", nargs="+", choices=TRAININGS, default=list(TRAININGS))
     arguments.add_argument("--seconds", type=int, default=8, help="of auto and advise, for each measurement")
-    arguments.add_argument("--steps", type=int, default=20, help="of a turn")
+    arguments.add_argument("--steps", type=int, default=15, help="of a turn")
     arguments.add_argument("--rounds", type=int, default=6, help="in which contenders take turns")
     options = arguments.parse_args()
     results: list[dict[str, Any]] = []
