@@ -428,6 +428,15 @@ BENCHMARKS: Final = (
         results=(Result(name="advise", minutes=19),),
     ),
     Benchmark(
+        script="benchmarks/strangers.py",
+        root=True,
+        also=("comm/cli",),
+        results=(
+            Result(name="strangers", arguments="--rates 100mbit", minutes=20, needs=("transformers", "sklearn")),
+            Result(name="strangers-1000", arguments="--rates 1000mbit", minutes=10, needs=("transformers", "sklearn")),
+        ),
+    ),
+    Benchmark(
         script="benchmarks/comm_ops.py",
         results=(Result(name="comm-ops", minutes=10, figures=("3.9",)),),
     ),

@@ -11,8 +11,7 @@ Mapping = Callable[[Tensor], Tensor]
 
 def nonzero(gradient: Tensor, width: int = 1) -> Tensor:
     """Return the indices of rows of `width` elements that are not all zero, ascending; also of a sparse COO tensor."""
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return dense.reshape(-1, width).ne(0).any(1).nonzero().view(-1)
+    return gradient.to_dense().reshape(-1, width).ne(0).any(1).nonzero().view(-1)
 
 
 def density(gradient: Tensor) -> float:

@@ -196,10 +196,11 @@ def fp16_hook(parallel: DistributedDataParallel) -> None:
 def powersgd_hook(parallel: DistributedDataParallel) -> None:
     """Let torch's hook send products of narrow matrices; it needs `ONE_BUCKET_MIB`.
 
-    Its callbacks all-reduce in Gloo's two threads: of two buckets in an order that differs between ranks.
+    Its callbacks all-reduce in Gloo's two threads: of two buckets in an order that differs between ranks, and so would
+    be theirs and what DDP itself all-reduces after a backward pass.
     """
     state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2
+        process_group=dist.new_group(), matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2
     )
     parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 

@@ -1,6 +1,6 @@
 """One rank of a training whose gradients `register(model, "auto")` sums, beside a twin that DDP sums; prints JSON.
 
-auto_trainer.py ROWS [--lossy] [--steps STEPS]
+auto_trainer.py ROWS [--sparse] [--lossy] [--steps STEPS]
 
 It trains until a choice is made, goes on for some steps, and once more with a new hook that is given the state.
 """
@@ -18,13 +18,14 @@ from resilient_run.comm.hook import register
 
 parser = argparse.ArgumentParser()
 parser.add_argument("rows", type=int)
+parser.add_argument("--sparse", action="store_true", help="the table has sparse gradients")
 parser.add_argument("--lossy", action="store_true")
 parser.add_argument("--steps", type=int, default=1000)
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-bare = nn.Sequential(nn.Embedding(args.rows, 16), nn.Linear(16, 1))
+bare = nn.Sequential(nn.Embedding(args.rows, 16, sparse=args.sparse), nn.Linear(16, 1))
 model, twin = DDP(copy.deepcopy(bare)), DDP(bare)
 hook = register(model, "auto", lossy=args.lossy, seconds=0.5)
 torch.manual_seed(dist.get_rank() + 1)
@@ -50,7 +51,13 @@ def same() -> bool:
 
 
 steps = train(args.steps, to_choice=True)
-first = {"steps": steps, "same_until_then": same(), "chosen": hook.chosen, "scheme": hook.scheme.name}
+first = {
+    "steps": steps,
+    "same_until_then": same(),
+    "chosen": hook.chosen,
+    "scheme": hook.scheme.name,
+    "received_bytes": hook.world.traffic.received_bytes,
+}
 train(5)
 first["same_after"] = same()
 state = hook.state_dict()

@@ -66,6 +66,18 @@ def test_a_job_without_sparse_gradients_is_left_to_all_reduce_at_once() -> None:
     assert each["same_again"]
 
 
+@pytest.mark.jobs
+def test_sparse_gradients_stay_sparse_where_ddp_sums_them() -> None:
+    rows, steps = 8000, 3
+    (found,) = set(run_trainers([SCRIPT, str(rows), "--sparse", "--steps", str(steps)], 2).splitlines())
+    each = json.loads(found)
+    assert (each["chosen"], each["scheme"]) == (None, "dense")
+    assert each["same_until_then"]
+    assert each["same_after"]
+    # Of 16 elements in each row, with 32 rows in a step; a dense sum of one step would be all rows.
+    assert 0 < each["received_bytes"] < rows * 16 * 4
+
+
 def test_the_fastest_is_measured_once_more() -> None:
     trial = Trial(methods(None), seconds=1)
     steps = tried(trial, lambda method, turns: {"bf16": 0.5}.get(method, 1.0))

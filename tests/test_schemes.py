@@ -18,6 +18,7 @@ from torch import Tensor
 from resilient_run.comm import schemes
 from resilient_run.comm.errors import CommError, MessageError
 from resilient_run.comm.net.fabric import Fabric
+from resilient_run.comm.net.scheme import laid_out
 from resilient_run.comm.net.transport import Traffic, Transport
 from resilient_run.comm.net.two_level import TwoLevel
 from resilient_run.comm.runtime.bucket import BucketSum
@@ -193,6 +194,21 @@ def test_bytes_are_those_of_the_formulas(ranks: int, density: float, skew: float
             assert mean <= 1.01 * limit + tags
         else:
             assert mean == pytest.approx(limit, rel=0.01, abs=tags), name
+
+
+@pytest.mark.parametrize(("shape", "sparse_dim"), [((9, 4), 1), ((9, 4), 2), ((9,), 1), ((5, 4, 3), 2), ((0, 4), 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_sum_is_laid_out_as_torch_lays_it_out(shape: tuple[int, ...], sparse_dim: int, dtype: torch.dtype) -> None:
+    dense = torch.randn(shape).to(dtype)
+    dense[::2] = 0
+    dense[1:2] = torch.nan
+    wanted = dense.to_sparse(sparse_dim)
+    found = laid_out(dense, wanted)
+    assert found.is_coalesced()
+    assert torch.equal(found.indices(), wanted.indices())
+    assert torch.equal(found.values().nan_to_num(), wanted.values().nan_to_num())
+    assert found.shape == wanted.shape
+    assert laid_out(dense, dense) is dense
 
 
 def test_a_skewed_gradient_overloads_one_sparse_server_but_none_of_zen() -> None:

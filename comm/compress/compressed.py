@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..net.rounds import Rounds, RoundScheme, bruck_gather
+from ..net.scheme import laid_out
 from ..net.transport import Transport
 from .feedback import Memory
 
@@ -30,7 +31,7 @@ class Compressed(RoundScheme):
         """Sum what was sent, equal on all ranks; a sparse gradient is dense on the way."""
         if gradient.numel() == 0:
             return gradient
-        flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+        flat = gradient.to_dense().reshape(-1)
         compressor, numel, dtype = self.memory.compressor, flat.numel(), flat.dtype
         message, seed = self.memory.compress(key, flat)
         if (sum_dtype := compressor.summed_as(dtype)) is not None:
@@ -46,8 +47,7 @@ class Compressed(RoundScheme):
             messages = yield from bruck_gather(rank, range(ranks), message, sizes_bytes=sizes_bytes)
             compressor.add_all((received, total, seed) for received in messages)
         self.memory.undo_unless_finite([key], total)
-        total = total.view(gradient.shape)
-        return total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total
+        return laid_out(total.view(gradient.shape), gradient)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the memory remembers."""

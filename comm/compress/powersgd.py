@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import CommError
 from ..net.entries import all_finite, check_residual
-from ..net.scheme import Scheme
+from ..net.scheme import Scheme, laid_out
 from ..net.transport import Transport
 
 _LEAST_GAIN = 2
@@ -52,7 +52,7 @@ class PowerSGD(Scheme):
 
     def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """Return the sums, in two all-reduces for all of them."""
-        dense = {key: each.to_dense() if each.is_sparse else each for key, each in gradients}
+        dense = {key: each.to_dense() for key, each in gradients}
         low = {key: self._corrected(key, each) for key, each in dense.items() if self._is_low(each.shape)}
         before = {key: self._factor(key, matrix) for key, matrix in low.items()}
 
@@ -74,8 +74,7 @@ class PowerSGD(Scheme):
                 self._residuals[key] = torch.where(finite, residual, self._residual(key, low[key]))
                 # A column of zeros would find nothing in the next step either.
                 self._factors[key] = torch.where(finite & right[key].any(0), right[key], before[key])
-            total = total.view(like.shape)
-            totals.append(total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total)
+            totals.append(laid_out(total.view(like.shape), gradient))
         return totals
 
     def residual(self, key: str) -> Tensor | None:

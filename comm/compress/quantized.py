@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import CommError
 from ..net.rounds import Rounds, RoundScheme, all_to_all, bruck_gather
+from ..net.scheme import laid_out
 from ..net.transport import Transport, from_bytes, to_bytes
 from ..ops.quantize import BLOCK, DTYPES, Format, dequantize, quantize, scale_count
 from ..ops.spread import murmur
@@ -106,7 +107,7 @@ class TwoStep(RoundScheme):
         """Sum what was sent, equal on all ranks; a sparse gradient is dense on the way."""
         if gradient.is_sparse:
             dense = yield from self.rounds(key, gradient.to_dense())
-            return dense.to_sparse(gradient.sparse_dim())
+            return laid_out(dense, gradient)
         if gradient.numel() == 0:
             return gradient
         flat, rank, size = gradient.reshape(-1), self.transport.rank, self.transport.size

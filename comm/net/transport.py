@@ -331,12 +331,15 @@ class Transport:
         return self.exchange({to: message}, [source], sizes_bytes=known)[source]
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum `tensor` over all ranks in place, dense, with the library's own all-reduce."""
+        """Sum `tensor` over all ranks in place with the library's own all-reduce; Gloo gathers a sparse one."""
         self.begin_all_reduce(tensor).wait()
 
     def begin_all_reduce(self, tensor: Tensor) -> Work:
         """Begin what `all_reduce` does and return what waits for it; other calls may come in between."""
-        self._count_ring(2 * (self.size - 1) * tensor.nbytes / self.size)
+        if tensor.is_sparse:
+            self._count_ring((self.size - 1) * (tensor.indices().nbytes + tensor.values().nbytes))
+        else:
+            self._count_ring(2 * (self.size - 1) * tensor.nbytes / self.size)
         self._follow_begun()
         work = self._group.allreduce([tensor])
         if not self._over_gloo:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .collectives import gather_shares, reduce_scatter
-from .scheme import Scheme
+from .scheme import Scheme, laid_out
 from .transport import Transport
 
 _MOST_PADDING: Final = 1 / 8
@@ -73,7 +73,7 @@ class _HostShares:
 
     def __init__(self, gradient: Tensor, ranks: int) -> None:
         self._gradient, self._ranks = gradient, ranks
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        dense = gradient.to_dense()
         self._shape = dense.shape
         self._rows = dense.reshape(dense.shape[0] if dense.dim() else 1, -1)
         rows, columns = self._rows.shape
@@ -98,5 +98,4 @@ class _HostShares:
         rows, columns = self._rows.shape
         if self._by_columns:
             parts = parts.view(self._ranks, rows, -1).transpose(0, 1).reshape(rows, -1)[:, :columns]
-        whole = parts.reshape(-1)[: self._rows.numel()].view(self._shape)
-        return whole.to_sparse(self._gradient.sparse_dim()) if self._gradient.is_sparse else whole
+        return laid_out(parts.reshape(-1)[: self._rows.numel()].view(self._shape), self._gradient)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..compress.compressors import SampledTopK
 from ..compress.feedback import MomentumCorrection
-from ..net.scheme import Scheme
+from ..net.scheme import Scheme, laid_out
 from ..net.transport import Transport
 from ..schemes import named
 
@@ -67,11 +67,11 @@ class Dgc(Scheme):
         for (key, _), total in zip(gradients, sums, strict=True):
             self.memory.undo_unless_finite([key], total)
         pairs = zip(gradients, sums, strict=True)
-        return [total.to_sparse(each.sparse_dim()) if each.is_sparse else total for (_, each), total in pairs]
+        return [laid_out(total, each) for (_, each), total in pairs]
 
     def _chosen(self, key: str, gradient: Tensor) -> Tensor:
         """Return the gradient with zeros for what stays."""
-        flat = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+        flat = gradient.to_dense().reshape(-1)
         message, seed = self.memory.compress(key, flat)
         return self.memory.compressor.decompress(message, flat.numel(), flat.dtype, seed=seed).view(gradient.shape)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..net.entries import all_finite, check_density, check_residual
 from ..net.rounds import Rounds, RoundScheme
+from ..net.scheme import laid_out
 from ..net.transport import Transport
 
 
@@ -55,15 +56,14 @@ class SparseScheme(RoundScheme):
         """
         if not gradient.numel():
             return gradient
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        dense = gradient.to_dense()
         flat = dense.detach().reshape(-1).contiguous()
         done = yield from self._synchronize(key, self._accumulated(key, flat), flat)
         if all_finite(done.values):
             self._residuals[key] = done.residual
             if done.memory is not None:
                 self._memories[key] = done.memory
-        total = dense if dense.is_contiguous() else flat.view(gradient.shape)
-        return total.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else total
+        return laid_out(dense if dense.is_contiguous() else flat.view(gradient.shape), gradient)
 
     def _accumulated(self, key: str, flat: Tensor) -> Tensor:
         """Return gradient and residual together, in memory of its own."""

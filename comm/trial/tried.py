@@ -30,6 +30,16 @@ _NANOSECONDS: Final = 1e9
 Own = Callable[[GradBucket], Future[Tensor]]
 
 
+class _AsDdp(Dense):
+    """Sums as DDP does without a hook, sparse gradients too; over NCCL it cannot, and they are dense on the way."""
+
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        if not gradient.is_sparse or gradient.is_cuda:
+            return super().reduce(key, gradient)
+        self.transport.all_reduce(gradient)
+        return gradient
+
+
 class TriedHook(GradientHook):
     """Sums as DDP does, and lets `trial` measure other methods meanwhile.
 
@@ -55,7 +65,7 @@ class TriedHook(GradientHook):
         least_elements: int,
         leads: bool = True,
     ) -> None:
-        super().__init__(model, scheme=Dense(world), world=world, least_elements=least_elements)
+        super().__init__(model, scheme=_AsDdp(world), world=world, least_elements=least_elements)
         self.own: Own | None = None
         self._trial: Trial | None = trial
         self._leads = leads
