@@ -93,8 +93,9 @@ def refuses_what_cannot_work() -> None:
     with pytest.raises(StateError, match="model is in shards of FSDP1"):
         gather(of_slots([slot]))
     before.load(model=model)
-    model._handle.rank = 1
-    with pytest.raises(StateError, match=r"not restored exactly.*model\._fsdp1_ranks"):
+    shards = model._flat_param._shard_param_infos
+    model._flat_param._shard_param_infos = (shards[0]._replace(intra_param_start_idx=1), *shards[1:])
+    with pytest.raises(StateError, match=r"not restored exactly.*model\._flat"):
         before.load(model=model)
 
 

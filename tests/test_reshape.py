@@ -29,7 +29,6 @@ from resilient_run.ckpt.convert.export import gather
 from resilient_run.ckpt.errors import RestoreError, StateError
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot
 from resilient_run.ckpt.integrations.position import ResumableLoader
-from resilient_run.ckpt.state.held import FSDP1
 from resilient_run.ckpt.state.state import TrainingState, get_rng, set_rng
 
 Registered = Callable[[int, int], dict[str, Any]]
@@ -216,13 +215,6 @@ class Apart(Own):
         return [self]
 
 
-class Shards(Own):
-    """What a module of FSDP1 has in a slot."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {FSDP1: torch.ones(3)}
-
-
 class Odd(nn.Module):
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -235,7 +227,6 @@ class Odd(nn.Module):
         (lambda rank: {"own": Own(rank)}, r"ranks have own\.at differently\. Give the object a method reshard"),
         (lambda rank: {"own": Failing(rank)}, r"own: its reshard\(\) failed: KeyError: 'boom'"),
         (lambda rank: {"own": Apart(5)}, r"own differs between ranks on purpose\. Give the object a method reshard"),
-        (lambda rank: {"own": Shards(5)}, r"own is in shards of FSDP1, which do not tell how to put them together"),
         (lambda rank: {"own": rank}, r"ranks have values\.own differently"),
         (lambda rank: {"own": [1.5] * (rank + 1)}, r"ranks have values\.own differently"),
         (lambda rank: {"own": torch.tensor([rank])}, r"ranks have values\.own differently"),

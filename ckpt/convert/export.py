@@ -18,7 +18,7 @@ import torch
 
 from ..errors import StateError
 from ..format.manifest import Node, leaf_paths
-from ..state.held import FSDP1
+from ..state.flat import FLAT
 from ..state.tree import entries, unflatten
 from .assembly import Assembly, Rule, has_key
 from .captures import Captures
@@ -134,7 +134,7 @@ class _United(Assembly):
 
     def tree(self) -> Node:
         objects = self._nodes("objects")
-        for name in (name for node in objects.values() for name, held in entries(node).items() if has_key(held, FSDP1)):
+        for name in (name for node in objects.values() for name, held in entries(node).items() if has_key(held, FLAT)):
             self.refused.append(
                 f"{name} is in shards of FSDP1, which do not tell how to put them together: let the script save it "
                 "under FullyShardedDataParallel.state_dict_type(), or train with fully_shard (FSDP2)"

@@ -6,18 +6,20 @@ result is loaded as any slot is: exactly, or not at all.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 from typing import Any, Final, NoReturn
 
 import torch
 
 from ..errors import RestoreError, SlotError, StateError
 from ..format.manifest import Node, leaf_paths
-from ..state.held import FSDP1, keyed_parameters
+from ..state.flat import FLAT
+from ..state.held import keyed_parameters
 from ..state.rng import derived_rng
 from ..state.state import TrainingState
 from ..state.tree import Flattener, entries, unflatten
 from ..state.unsaved import parse as parse_unsaved
-from .assembly import Assembled, Assembly, Rule, has_key, held_leaf
+from .assembly import Assembled, Assembly, Rule, flats_of, has_key, held_leaf
 from .captures import Captures
 
 _SHOWN: Final = 5
@@ -61,6 +63,8 @@ class _Reshaping(Assembly):
             for path, index in leaf_paths(current.node).items()
             if index in current.shards
         }
+        self._objects_now = entries(entries(current.node)["objects"])
+        self._flats_now = flats_of(self._objects_now, current.specs())
         self._order = entries(current.node)["order"]
         self._parameters = keyed_parameters(state.modules)
         self._others: list[str] = []  # of which the lowest rank's is taken
@@ -101,13 +105,11 @@ class _Reshaping(Assembly):
             # FSDP2's modules have a method of that name.
             if hasattr(type(item), "reshard") and not isinstance(item, torch.nn.Module):
                 children.append(self._resharded(name, item, nodes))
-            elif (is_fsdp1 := has_key(nodes[min(nodes)], FSDP1)) or name in self._state.apart:
-                self.refused.append(
-                    f"{name} is in shards of FSDP1, which do not tell how to put them together: train with "
-                    f"fully_shard (FSDP2), or {_EXPORT}"
-                    if is_fsdp1
-                    else f"{name} differs between ranks on purpose. {_RESHARD}"
-                )
+            elif not all(has_key(node, FLAT) == has_key(self._objects_now.get(name), FLAT) for node in nodes.values()):
+                self.refused.append(f"{name} is sharded by FSDP1 or DeepSpeed only in the checkpoint, or only now")
+                children.append(nodes[min(nodes)])
+            elif name in self._state.apart and not self._is_told(name):
+                self.refused.append(f"{name} differs between ranks on purpose. {_RESHARD}")
                 children.append(nodes[min(nodes)])
             elif isinstance(item, torch.nn.Module):
                 children.append(self._module(name, nodes))
@@ -117,12 +119,28 @@ class _Reshaping(Assembly):
                 children.append(self._walk(name, nodes, Rule(shards=self._shards)))
         return ["d", names, children]
 
+    def _is_told(self, name: str) -> bool:
+        """Tell whether the flat tensors of an object, or those that an optimizer trains, are described."""
+        if has_key(self._objects_now.get(name), FLAT):
+            return True
+        groups = unflatten(entries(self._order).get(name, ["l"]), _no_leaf)
+        return bool(groups) and all(key in self._flats_now for group in groups for key in group)
+
     def _module(self, name: str, nodes: dict[int, Node]) -> Node:
         """Buffers may differ, as those of BatchNorm do; ranks may have different parts of the model."""
         if len({frozenset(entries(node)) for node in nodes.values()}) > 1:
             self._rebuilt.add(name)
-        rule = Rule(shards=self._shards, is_whole=True, may_differ=lambda path: path not in self._parameters)
-        return self._dict(name, nodes, rule)
+        rule = Rule(
+            shards=self._shards,
+            flats=self._flats_now,
+            is_whole=True,
+            may_differ=lambda path: path not in self._parameters,
+        )
+        made = self._dict(name, {rank: _without(node, FLAT.__eq__) for rank, node in nodes.items()}, rule)
+        if has_key(self._objects_now.get(name), FLAT):
+            made[1].append(FLAT)
+            made[2].append(entries(self._objects_now[name])[FLAT])
+        return made
 
     def _optimizer(self, name: str, nodes: dict[int, Node]) -> Node:
         """Each parameter's state is where its name is, in the ranks that have it and in this one."""
@@ -161,8 +179,10 @@ class _Reshaping(Assembly):
                 for rank, state in states.items()
                 if key in before[rank] and (old := before[rank][key][1]) in (held := _by_number(state["state"]))
             }
-            if found:
-                rule = Rule(like=tensors[key])
+            flat = key[0] if key[0] in self._flats_now else None
+            # FSDP1 never updates a parameter of which a rank has nothing.
+            if found and (flat is None or prod(self._flats_now[flat].shape)):
+                rule = Rule(like=tensors[key], flats=self._flats_now, flat=flat)
                 kept[number] = self._walk(f"{name}.state.{key[0] if key[0] is not None else number}", found, rule)
         made = {}
         for key in states[self._first]:
@@ -174,6 +194,8 @@ class _Reshaping(Assembly):
                     self._rebuilt.add(name)
                 # In the order that it had: places in the tree are counted.
                 numbers = sorted(kept, key=[*_by_number(of_ranks[self._first]), *kept].index)
+                if len(numbers) != len(_by_number(of_ranks[self._first])):
+                    self._rebuilt.add(name)
                 made[key] = ["d", [*numbers, *rest[1]], [*(kept[number] for number in numbers), *rest[2]]]
             elif key == "param_groups":
                 made[key] = self._groups(path, of_ranks, [len(group) for group in parameters])
