@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, _optim_utils
 
+from resilient_run.ckpt.convert.captures import of_slots
+from resilient_run.ckpt.convert.export import gather
 from resilient_run.ckpt.format.slot import Slot
 from resilient_run.ckpt.state.state import TrainingState
 
@@ -128,6 +130,21 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert found[key] == value, (key, found[key], value)
 
 
+def assert_exported(exported: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Check an export, which has the dtypes of buffers in which FSDP1 holds them."""
+    found = {f"model {key}": value for key, value in exported["model"].items()}
+    for name, state in exported["optimizer"]["state"].items():
+        found |= {f"state {name} {key}": value for key, value in state.items()}
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found.pop(key).to(value.dtype), value), key
+    assert all("norm.running" in key for key in found), found.keys()
+    trained = {name for group in exported["optimizer"]["param_groups"] for name in group["params"]}
+    assert trained == exported["optimizer"]["state"].keys()
+    options = [{key: each[key] for key in each if key != "params"} for each in exported["optimizer"]["param_groups"]]
+    assert options == expected["options"]
+
+
 def main() -> None:
     directory, *pairs = sys.argv[1:]
     dist.init_process_group("gloo")
@@ -159,6 +176,8 @@ def main() -> None:
             holders = Holders({"a": slots})
             holders.load(TrainingState(held, rng=False), rank, after, before)
             assert_same(whole(held, after), expected)
+            if rank == 0:
+                assert_exported(gather(of_slots(list(slots.values()))), expected)
             train(held, 1)
             holders.close()
             os.write(1, f"same {rank} {pair} {way}\n".encode())

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -248,9 +248,13 @@ class Assembly(ABC):
         if unlike:
             self._differs(path, rule, {rank: ["x", indices[rank]] for rank in unlike})
         rank = first if unlike or lowest else min(indices, key=self._distance)
-        piece = Piece(rank=rank, index=indices[rank], offset=(0,) * len(spec.shape), size=spec.shape)
-        made = Made(spec=spec, pieces=(piece,), offset=piece.offset, size=piece.size)
-        return ["x", self._make(first, indices[first], made)]
+        return ["x", self._make(first, indices[first], replace(self._whole(rank, indices[rank]), spec=spec))]
+
+    def _whole(self, rank: int, index: int) -> Made:
+        """Return the leaf as `rank` has it, wherever it lies."""
+        spec = self._captures.ranks[rank].manifest.tensors[index]
+        piece = Piece(rank=rank, index=index, offset=(0,) * len(spec.shape), size=spec.shape)
+        return Made(spec=replace(spec, within=None), pieces=(piece,), offset=piece.offset, size=piece.size)
 
     def _part(self, path: str, indices: Mapping[int, int], specs: Mapping[int, TensorSpec], target: Any) -> Node:
         """The part of a sharded tensor that this rank has now; all of it if `target` is None.
@@ -329,7 +333,8 @@ class Assembly(ABC):
                     alike.add((first, leaf))
                     if known != part or self._unlike(first, dict([leaf])):
                         raise StateError(f"{path}: ranks {first[0]} and {leaf[0]} hold different values of {name}")
-            if holes := missing(name, (prod(shape),), [((part.begin,), (part.size,)) for _, part in found.values()]):
+            holes = missing(name, (prod(shape),), [((part.begin,), (part.size,)) for _, part in found.values()])
+            if holes and not self.is_partial:
                 raise StateError(f"{path}: no rank holds {holes} of the {prod(shape)} elements of {name}")
             for (rank, index), part in found.values():
                 low, high = max(begin, part.begin), min(begin + size, part.begin + part.size)
@@ -456,6 +461,22 @@ def opened(captures: Captures, tree: Node, leaves: Sequence[Made]) -> Any:
 def has_key(node: Node, key: str) -> bool:
     """Tell whether `node` is that of a dict with `key`."""
     return isinstance(node, list) and node[0] == "d" and key in node[1]
+
+
+def without(node: Node, is_out: Callable[[Any], bool]) -> Node:
+    """Return the node of a dict without the keys that `is_out` tells."""
+    pairs = [(key, child) for key, child in zip(node[1], node[2], strict=True) if not is_out(key)]
+    return [node[0], [key for key, _ in pairs], [child for _, child in pairs]]
+
+
+def is_leaf(node: Node) -> bool:
+    """Tell whether `node` is that of a leaf."""
+    return isinstance(node, list) and node[0] == "x"
+
+
+def no_leaf(index: int) -> NoReturn:
+    """Refuse a leaf in what has none, for `unflatten`."""
+    raise SlotError(f"manifest has leaf {index} among the names of parameters or places")
 
 
 def _below(path: str, key: Any) -> str:

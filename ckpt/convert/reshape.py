@@ -5,13 +5,13 @@ on all ranks; where it is not, each kind of object has a rule (`_Reshaping`), an
 result is loaded as any slot is: exactly, or not at all.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 
-from ..errors import RestoreError, SlotError, StateError
+from ..errors import RestoreError, StateError
 from ..format.manifest import Node, leaf_paths
 from ..state.flat import FLAT
 from ..state.held import keyed_parameters
@@ -19,7 +19,7 @@ from ..state.rng import derived_rng
 from ..state.state import TrainingState
 from ..state.tree import Flattener, entries, unflatten
 from ..state.unsaved import parse as parse_unsaved
-from .assembly import Assembled, Assembly, Rule, flats_of, has_key, held_leaf
+from .assembly import Assembled, Assembly, Rule, flats_of, has_key, held_leaf, is_leaf, no_leaf, without
 from .captures import Captures
 
 _SHOWN: Final = 5
@@ -47,6 +47,10 @@ def reshape(state: TrainingState, captures: Captures, *, rank: int, world_size: 
             f"{'; '.join(reshaping.refused[:_SHOWN])}"
         )
     return reshaping.filled(tree)
+
+
+_Partition = tuple[int, Any, Node]
+"""A rank, a flat tensor that it has (`Flat`), and the node of its state."""
 
 
 class _Reshaping(Assembly):
@@ -113,6 +117,8 @@ class _Reshaping(Assembly):
                 children.append(nodes[min(nodes)])
             elif isinstance(item, torch.nn.Module):
                 children.append(self._module(name, nodes))
+            elif has_key(nodes[min(nodes)], FLAT):
+                children.append(self._engine(name, nodes))
             elif name in self._state.held and all(map(_is_optimizer, nodes.values())):
                 children.append(self._optimizer(name, nodes))
             else:
@@ -123,7 +129,7 @@ class _Reshaping(Assembly):
         """Tell whether the flat tensors of an object, or those that an optimizer trains, are described."""
         if has_key(self._objects_now.get(name), FLAT):
             return True
-        groups = unflatten(entries(self._order).get(name, ["l"]), _no_leaf)
+        groups = unflatten(entries(self._order).get(name, ["l"]), no_leaf)
         return bool(groups) and all(key in self._flats_now for group in groups for key in group)
 
     def _module(self, name: str, nodes: dict[int, Node]) -> Node:
@@ -136,7 +142,7 @@ class _Reshaping(Assembly):
             is_whole=True,
             may_differ=lambda path: path not in self._parameters,
         )
-        made = self._dict(name, {rank: _without(node, FLAT.__eq__) for rank, node in nodes.items()}, rule)
+        made = self._dict(name, {rank: without(node, FLAT.__eq__) for rank, node in nodes.items()}, rule)
         if has_key(self._objects_now.get(name), FLAT):
             made[1].append(FLAT)
             made[2].append(entries(self._objects_now[name])[FLAT])
@@ -146,13 +152,13 @@ class _Reshaping(Assembly):
         """Each parameter's state is where its name is, in the ranks that have it and in this one."""
         states = {rank: _entries(node) for rank, node in nodes.items()}
         orders = {
-            rank: unflatten(entries(parts["order"]).get(name, ["l"]), _no_leaf) if "order" in parts else []
+            rank: unflatten(entries(parts["order"]).get(name, ["l"]), no_leaf) if "order" in parts else []
             for rank, parts in self._saved.items()
         }
         before = {rank: _numbers(states[rank]["param_groups"], orders[rank]) for rank in states}
         parameters = [group["params"] for group in self._state.held[name][0].param_groups]
         counts = {len(state["param_groups"]) - 1 for state in states.values()}
-        named = unflatten(entries(self._order)[name], _no_leaf)[: len(parameters)]
+        named = unflatten(entries(self._order)[name], no_leaf)[: len(parameters)]
         now = _keys([len(group) for group in parameters], named)
         if any(found.keys() != before[self._first].keys() for found in before.values()):
             lacking = [key for key in now if not any(key in found for found in before.values())]
@@ -188,7 +194,7 @@ class _Reshaping(Assembly):
         for key in states[self._first]:
             path, of_ranks = f"{name}.{key}", {rank: state[key] for rank, state in states.items() if key in state}
             if key == "state":
-                others = {rank: _without(node, lambda key: type(key) is int) for rank, node in of_ranks.items()}
+                others = {rank: without(node, lambda key: type(key) is int) for rank, node in of_ranks.items()}
                 rest = self._walk(path, others, Rule())
                 if rest[1]:
                     self._rebuilt.add(name)
@@ -203,12 +209,64 @@ class _Reshaping(Assembly):
                 made[key] = self._walk(path, of_ranks, Rule())
         return ["d", list(made), list(made.values())]
 
+    def _engine(self, name: str, nodes: dict[int, Node]) -> Node:
+        """What DeepSpeed's `EngineState` has: ranks may have its flat weights in other groups, with their states."""
+        self._rebuilt.add(name)
+        now = entries(self._objects_now[name])
+        of_ranks = {rank: entries(node) for rank, node in nodes.items()}
+        rule = Rule(flats=self._flats_now, may_differ=lambda path: path.startswith(f"{name}.buffers."))
+        flats = [self._flats_now.get(f"{name}.masters.{number}") for number in range(len(now["masters"]) - 1)]
+        held = [
+            (rank, self._flats[rank].get(f"{name}.masters.{number}"), state)
+            for rank, parts in of_ranks.items()
+            for number, state in enumerate(parts["states"][1:])
+        ]
+        made = dict(now)
+        for key in now:
+            path, found = f"{name}.{key}", {rank: parts[key] for rank, parts in of_ranks.items() if key in parts}
+            if key in ("masters", "states") and None not in flats and None not in (flat for _, flat, _ in held):
+                make = self._master if key == "masters" else self._state_of
+                made[key] = ["l", *(make(f"{path}.{number}", flat, held) for number, flat in enumerate(flats))]
+            elif key != FLAT:
+                made[key] = self._walk(path, found, rule)
+        return ["d", list(made), list(made.values())]
+
+    def _master(self, path: str, now: Any, held: Sequence[_Partition]) -> Node:
+        return self._flat(path, [(rank, flat.index, flat.ranges) for rank, flat, _ in held], now, path)
+
+    def _state_of(self, path: str, now: Any, held: Sequence[_Partition]) -> Node:
+        """The state that an optimizer has of the flat tensor `now`."""
+        made: dict[Any, Node] = {}
+        states = [_entries(state) for *_, state in held]
+        for key, node in states[0].items():
+            nodes = [state.get(key) for state in states]
+            below = f"{path}.{key}"
+            if all(map(is_leaf, nodes)):
+                several = [(rank, flat, state[key][1]) for (rank, flat, _), state in zip(held, states, strict=True)]
+                specs = [self._captures.ranks[rank].manifest.tensors[index] for rank, _, index in several]
+                if all(spec.shape == flat.shape for (_, flat, _), spec in zip(several, specs, strict=True)):
+                    whole = [(rank, index, flat.ranges) for rank, flat, index in several]
+                    made[key] = self._flat(below, whole, now, below)
+                    continue
+                rank, _, index = several[0]
+                alike = all(spec.content == specs[0].content for spec in specs) and not any(
+                    self._unlike((rank, index), {other: leaf}) for other, _, leaf in several
+                )
+                made[key] = ["x", self._added(below, self._whole(rank, index))]
+            else:
+                alike, made[key] = all(repr(each) == repr(node) for each in nodes), node
+            if not alike:
+                self._differs(below, Rule(), {})
+        if any(state.keys() != made.keys() for state in states):
+            self._differs(path, Rule(), {})
+        return ["d", list(made), list(made.values())]
+
     def _groups(self, path: str, nodes: dict[int, Node], sizes: list[int]) -> Node:
         """Return the parameter groups with the options that they had and the numbers that parameters have now."""
         groups = []
         for number, size in enumerate(sizes):
             begin = sum(sizes[:number])
-            options = {rank: _without(node[1 + number], lambda key: key == "params") for rank, node in nodes.items()}
+            options = {rank: without(node[1 + number], lambda key: key == "params") for rank, node in nodes.items()}
             made = self._walk(f"{path}.{number}", options, Rule())
             # Where it was: places in the tree are counted.
             at = nodes[self._first][1 + number][1].index("params")
@@ -277,7 +335,7 @@ class _Reshaping(Assembly):
         objects = list(entries(self._saved[self._first]["objects"]))
         rebuilt: set[tuple[int, ...]] = {(parts.index("rng"),)}
         rebuilt |= {(parts.index("objects"), objects.index(each)) for each in self._rebuilt if each in objects}
-        found = unflatten(self._saved[self._first][name], _no_leaf)
+        found = unflatten(self._saved[self._first][name], no_leaf)
         if name == "shared":
             return [places for places in found if not any(_is_below(place_, rebuilt) for place_ in places)]
         return [[place_, kind] for place_, kind in found if not _is_below(place_, rebuilt)]
@@ -300,12 +358,6 @@ def _entries(node: Node) -> dict[Any, Node]:
 def _by_number(node: Node) -> dict[int, Node]:
     """Return the states of parameters by number."""
     return {key: child for key, child in zip(node[1], node[2], strict=True) if type(key) is int}
-
-
-def _without(node: Node, is_out: Callable[[Any], bool]) -> Node:
-    """Return the node of a dict without the keys that `is_out` tells."""
-    pairs = [(key, child) for key, child in zip(node[1], node[2], strict=True) if not is_out(key)]
-    return [node[0], [key for key, _ in pairs], [child for _, child in pairs]]
 
 
 _Key = tuple[str | None, int, int]
@@ -334,7 +386,3 @@ def _numbers(groups: Node, names: Sequence[Sequence[str | None]]) -> dict[_Key, 
 
 def _is_below(place_: Sequence[int], roots: Collection[tuple[int, ...]]) -> bool:
     return any(tuple(place_[: len(root)]) == root for root in roots)
-
-
-def _no_leaf(index: int) -> NoReturn:
-    raise SlotError(f"manifest has leaf {index} among the names of parameters or places")
