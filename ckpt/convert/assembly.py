@@ -469,6 +469,11 @@ def without(node: Node, is_out: Callable[[Any], bool]) -> Node:
     return [node[0], [key for key, _ in pairs], [child for _, child in pairs]]
 
 
+def is_optimizer(node: Node) -> bool:
+    """Tell whether `node` is that of a torch optimizer's state."""
+    return has_key(node, "state") and has_key(node, "param_groups")
+
+
 def is_leaf(node: Node) -> bool:
     """Tell whether `node` is that of a leaf."""
     return isinstance(node, list) and node[0] == "x"

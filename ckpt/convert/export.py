@@ -21,7 +21,7 @@ from ..errors import StateError
 from ..format.manifest import Node, leaf_paths
 from ..state.flat import FLAT, Range
 from ..state.tree import entries, unflatten
-from .assembly import Assembly, Flat, Rule, has_key, is_leaf, no_leaf, without
+from .assembly import Assembly, Flat, Rule, has_key, is_leaf, is_optimizer, no_leaf, without
 from .captures import Captures
 
 _SHOWN: Final = 5
@@ -142,8 +142,8 @@ class _United(Assembly):
             nodes = {rank: objects[name] for rank, objects in of_ranks.items() if name in objects}
             if all(has_key(node, FLAT) and not has_key(node, "masters") for node in nodes.values()):
                 made[name] = self._fsdp1(name, nodes)
-            elif any(
-                key in self._flats[rank] for rank in nodes for group in self._trained(rank, name) for key in group
+            elif is_optimizer(nodes[min(nodes)]) and any(
+                key in self._flats[self._first] for group in self._trained(self._first, name) for key in group
             ):
                 made[name] = self._optimizer(name, nodes)
             else:
@@ -174,7 +174,7 @@ class _United(Assembly):
             made |= self._unfolded(path, found, path) or {plain: self._walk(path, found, self._rule)}
         return _node(made)
 
-    def _unfolded(self, path: str, nodes: Mapping[int, Node], at: str) -> dict[str, Node]:
+    def _unfolded(self, path: str, nodes: Mapping[int, Node], at: str, *, once: bool = False) -> dict[str, Node]:
         """Return the whole parameters, by name, of what lies as the flat tensor `at`; none if it does not."""
         held = []
         for rank, node in nodes.items():
@@ -188,19 +188,24 @@ class _United(Assembly):
             held.append((rank, node[1], flat.ranges))
         return {
             name: self._flat(path, held, Flat(index=0, shape=shape, ranges=whole), (path, name))
-            for name, shape in self._parameters(at).items()
+            for name, shape in self._parameters(at, once=once).items()
             for whole in [(Range(name, shape, 0, 0, prod(shape)),)]
         }
 
-    def _parameters(self, at: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters of which ranks have parts in the flat tensor `at`."""
+    def _parameters(self, at: str, *, once: bool = False) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters of which ranks have parts in the flat tensor `at`.
+
+        `once`: one that has several names is there with its first.
+        """
         found: dict[str, tuple[int, ...]] = {}
         for flats in self._flats.values():
             ranges = flats[at].ranges if at in flats else ()
             if isinstance(ranges, str):
                 self.refused.append(f"{at}: {ranges}")
             else:
-                found |= {part.name: part.shape for part in ranges}
+                places: dict[int, str] = {}
+                several = [part for part in ranges if places.setdefault(part.at, part.name) == part.name or not once]
+                found |= {part.name: part.shape for part in several}
         return found
 
     def _optimizer(self, name: str, nodes: Mapping[int, Node]) -> Node:
@@ -219,7 +224,7 @@ class _United(Assembly):
                 if key not in self._flats[first]:
                     self.refused.append(f"{name}: {key or 'a parameter'} is none of FSDP1's, beside some that are")
                     continue
-                parameters = self._parameters(key)
+                parameters = self._parameters(key, once=True)
                 trained += parameters
                 found = {}
                 for rank, node in of_ranks.items():
@@ -229,7 +234,7 @@ class _United(Assembly):
                 for entry in dict.fromkeys(entry for each in found.values() for entry in each):
                     several = {rank: each[entry] for rank, each in found.items() if entry in each}
                     path = f"{name}.state.{key}.{entry}"
-                    parts = self._unfolded(path, several, key)
+                    parts = self._unfolded(path, several, key, once=True)
                     parts = parts or dict.fromkeys(parameters, self._walk(path, several, self._rule))
                     for parameter, node in parts.items():
                         state.setdefault(parameter, ["d", [], []])[1].append(entry)

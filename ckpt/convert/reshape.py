@@ -19,7 +19,7 @@ from ..state.rng import derived_rng
 from ..state.state import TrainingState
 from ..state.tree import Flattener, entries, unflatten
 from ..state.unsaved import parse as parse_unsaved
-from .assembly import Assembled, Assembly, Rule, flats_of, has_key, held_leaf, is_leaf, no_leaf, without
+from .assembly import Assembled, Assembly, Rule, flats_of, has_key, held_leaf, is_leaf, is_optimizer, no_leaf, without
 from .captures import Captures
 
 _SHOWN: Final = 5
@@ -119,7 +119,7 @@ class _Reshaping(Assembly):
                 children.append(self._module(name, nodes))
             elif has_key(nodes[min(nodes)], FLAT):
                 children.append(self._engine(name, nodes))
-            elif name in self._state.held and all(map(_is_optimizer, nodes.values())):
+            elif name in self._state.held and all(map(is_optimizer, nodes.values())):
                 children.append(self._optimizer(name, nodes))
             else:
                 children.append(self._walk(name, nodes, Rule(shards=self._shards)))
@@ -345,10 +345,6 @@ class _Reshaping(Assembly):
             self._others.append(path)
         else:
             self.refused.append(f"ranks have {path} differently. {_RESHARD}")
-
-
-def _is_optimizer(node: Node) -> bool:
-    return has_key(node, "state") and has_key(node, "param_groups")
 
 
 def _entries(node: Node) -> dict[Any, Node]:

@@ -102,6 +102,7 @@ def main(directory: str, before: str) -> None:
     deepspeed.init_distributed(verbose=False)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for case in CASES:
+        print("CASE", case, flush=True)
         engine = build(case, 3)
         state = TrainingState({"engine": EngineState(engine)}, rng=False)
         if int(before):
