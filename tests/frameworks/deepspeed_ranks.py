@@ -86,6 +86,10 @@ def whole(engine: Any) -> dict[str, Any]:
     partitioned = engine.zero_optimization_stage() == 3
     with deepspeed.zero.GatheredParameters([each for _, each in named], enabled=partitioned):
         found = {name: each.detach().clone() for name, each in named}
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        # DeepSpeed does it when the first group has been updated, and the others have no states yet.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     if engine.zero_optimization_stage():
         for name, each in named:
             if each.requires_grad:
@@ -102,7 +106,6 @@ def main(directory: str, before: str) -> None:
     deepspeed.init_distributed(verbose=False)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for case in CASES:
-        print("CASE", case, flush=True)
         engine = build(case, 3)
         state = TrainingState({"engine": EngineState(engine)}, rng=False)
         if int(before):
