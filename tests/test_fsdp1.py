@@ -95,7 +95,7 @@ def refuses_what_cannot_work() -> None:
     before.load(model=model)
     shards = model._flat_param._shard_param_infos
     model._flat_param._shard_param_infos = (shards[0]._replace(intra_param_start_idx=1), *shards[1:])
-    with pytest.raises(StateError, match=r"not restored exactly.*model\._flat"):
+    with pytest.raises(StateError, match=r"not restored exactly.*model\._resilient_flat"):
         before.load(model=model)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import SlotError
 
-FLAT: Final = "_flat"
+FLAT: Final = "_resilient_flat"
 """Key of an object's state that describes the flat tensors in it: JSON, path below the object → its ranges.
 
 As text it costs a capture nothing, however many parameters there are.
