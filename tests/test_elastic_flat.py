@@ -39,7 +39,7 @@ def test_run_without_a_lost_host_ends_as_one_that_begins_there(
     elastic = Elastic(run, steps=LAST)
     elastic._script = [str(SCRIPT), kind, str(run.root / "gate"), str(tmp_path / "made")]
     names = "abc"[: ranks + 1]
-    hosts = elastic.launch(names, f"1:{len(names)}")
+    hosts = elastic.launch(names, f"1:{len(names)}", forked=not kind.startswith("zero"))
     elastic.train(4, hosts, ranks + 1)
     begun = torch.load(tmp_path / "made.4")
     hosts.pop().lose()
@@ -48,8 +48,9 @@ def test_run_without_a_lost_host_ends_as_one_that_begins_there(
         assert host.wait(200) == 0, host.output
     ended = torch.load(tmp_path / f"made.{LAST}")
     torch.save(begun, tmp_path / "fresh.4")
-    (fresh,) = [run.cluster.host("fresh")]
+    fresh = run.cluster.host("fresh")
     script = [*elastic._script[:-1], str(tmp_path / "fresh"), "4"]
+    fresh.forked = hosts[0].forked
     fresh.launch(["--standalone", "--nproc-per-node", str(ranks)], script)
     assert fresh.wait(200) == 0, fresh.output
     found, expected = flat(ended), flat(torch.load(tmp_path / f"fresh.{LAST}"))

@@ -68,6 +68,9 @@ class Zero:
 
         from resilient_run.integrations.deepspeed import EngineState
 
+        # Its operator is for ranks of one host. A rank that is killed while it compiles that leaves a lock, for which
+        # all that come later wait.
+        deepspeed.comm.torch.build_shm_op = lambda: None
         self.stage = int(kind.removeprefix("zero"))
         deepspeed.init_distributed(verbose=False)
         model = net()
