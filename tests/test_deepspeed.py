@@ -195,3 +195,13 @@ def test_step_between_micro_batches_is_refused() -> None:
         timeout=250,
     )
     assert "told StateError the engine has accumulated gradients of 1 of 2 micro-batches" in told.stdout, told.stderr
+
+
+@pytest.mark.parametrize("sizes", ["423", "314"])
+def test_another_number_of_ranks_has_what_deepspeed_gathers(tmp_path: Path, sizes: str) -> None:
+    """In every stage, with groups of weights that are others in each number of ranks."""
+    script = str(FRAMEWORKS / "deepspeed_ranks.py")
+    for before, ranks in zip("0" + sizes, sizes, strict=False):
+        said = run(tmp_path, ranks, script, str(tmp_path), before)
+        same = [line for line in said if line.startswith("same ")]
+        assert len(same) == (7 * int(ranks) if before != "0" else 0), said

@@ -53,11 +53,14 @@ class Run:
         self._arguments = ["--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--local-addr", "127.0.0.1"]
         self._arguments += ["--rdzv-endpoint", endpoint, "--rdzv-id", root.name]
 
-    def launch(self, names: str, nnodes: str, script: list[str], *more: str, join_timeout_s: int = 100) -> list[Host]:
+    def launch(
+        self, names: str, nnodes: str, script: list[str], *more: str, join_timeout_s: int = 100, forked: bool = True
+    ) -> list[Host]:
         """Start a launcher on each of these hosts; one that comes alone to a first round does not wait for others."""
         conf = f"lease_ttl=3,last_call_timeout={30 if len(names) > 1 else 0.1},join_timeout={join_timeout_s}"
         hosts = [self.cluster.host(name) for name in names]
         for host in hosts:
+            host.forked = forked
             host.launch(["--nnodes", nnodes, *self._arguments, "--rdzv-conf", conf, *more], script)
         return hosts
 
@@ -162,8 +165,8 @@ class Elastic:
         new.write_text(str(step))
         new.rename(self._gate)
 
-    def launch(self, names: str, nnodes: str) -> list[Host]:
-        return self._run.launch(names, nnodes, self._script, *self._more)
+    def launch(self, names: str, nnodes: str, *, forked: bool = True) -> list[Host]:
+        return self._run.launch(names, nnodes, self._script, *self._more, forked=forked)
 
     def train(self, step: int, hosts: list[Host], ranks: int) -> None:
         """Wait until these hosts have made `step`, which is allowed now, in so many ranks."""

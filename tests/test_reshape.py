@@ -29,7 +29,7 @@ from resilient_run.ckpt.convert.export import gather
 from resilient_run.ckpt.errors import RestoreError, StateError
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot
 from resilient_run.ckpt.integrations.position import ResumableLoader
-from resilient_run.ckpt.state.held import FSDP1
+from resilient_run.ckpt.state.flat import FLAT, Range, Ranges, encode
 from resilient_run.ckpt.state.state import TrainingState, get_rng, set_rng
 
 Registered = Callable[[int, int], dict[str, Any]]
@@ -216,11 +216,23 @@ class Apart(Own):
         return [self]
 
 
-class Shards(Own):
-    """What a module of FSDP1 has in a slot."""
+class Flats(Own):
+    """What a partitioned engine has: flat weights with their states, and what they have of which parameters."""
+
+    def __init__(self, ranges: Ranges, value: float = 1.0, step: float = 3.0) -> None:
+        self._ranges, self._value, self._step = ranges, value, step
+
+    def differs_between_ranks(self) -> list[Any]:
+        return [self]
 
     def state_dict(self) -> dict[str, Any]:
-        return {FSDP1: torch.ones(3)}
+        states = [{"step": torch.tensor(self._step), "moment": torch.full((4,), self._value)}]
+        return {"masters": [torch.full((4,), self._value)], "states": states, FLAT: encode({"masters.0": self._ranges})}
+
+
+def half(rank: int, shape: tuple[int, ...] = (8,)) -> list[Range]:
+    """Return what a rank of two has of one parameter of eight elements."""
+    return [Range("weight", shape, 4 * (rank % 2), 0, 4)]
 
 
 class Odd(nn.Module):
@@ -235,7 +247,13 @@ class Odd(nn.Module):
         (lambda rank: {"own": Own(rank)}, r"ranks have own\.at differently\. Give the object a method reshard"),
         (lambda rank: {"own": Failing(rank)}, r"own: its reshard\(\) failed: KeyError: 'boom'"),
         (lambda rank: {"own": Apart(5)}, r"own differs between ranks on purpose\. Give the object a method reshard"),
-        (lambda rank: {"own": Shards(5)}, r"own is in shards of FSDP1, which do not tell how to put them together"),
+        (lambda rank: {"own": Flats(half(0))}, r"own\.masters\.0: no rank holds 4 of the 8 elements of weight"),
+        (lambda rank: {"own": Flats(half(0), rank)}, r"own\.masters\.0: ranks 0 and 1 hold different values of weight"),
+        (lambda rank: {"own": Flats([Range("weight", (8,), 3 * (rank % 2), 0, 4)])}, "weight: the part of .* overlaps"),
+        (lambda rank: {"own": Flats(half(rank, (2, 4) if rank == 7 else (8,)))}, r"weight is \[8\] in the checkpoint"),
+        (lambda rank: {"own": Flats("MoE gives ranks other parameters")}, r"own\.masters\.0: MoE gives ranks other"),
+        (lambda rank: {"own": Flats(half(rank), step=rank)}, r"ranks have own\.states\.0\.step differently"),
+        (lambda rank: {"own": Flats(half(rank)) if rank < 7 else Apart(5)}, "own is sharded .* only in the checkpoint"),
         (lambda rank: {"own": rank}, r"ranks have values\.own differently"),
         (lambda rank: {"own": [1.5] * (rank + 1)}, r"ranks have values\.own differently"),
         (lambda rank: {"own": torch.tensor([rank])}, r"ranks have values\.own differently"),

@@ -7,16 +7,18 @@ what is to be made is a subclass: `reshape.py` what one rank of another number h
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
 
 from ..errors import SlotError, StateError
-from ..format.manifest import Manifest, Node, TensorSpec, plan_payload
+from ..format.manifest import Manifest, Node, TensorSpec, leaf_paths, plan_payload
 from ..format.slot import CHUNK_BYTES
+from ..state.flat import FLAT, Range, Ranges
+from ..state.flat import parse as parse_flats
 from ..state.tree import OPTIONAL_PARTS, Flattener, entries, shard_spec, unflatten
 from .captures import BATCH_BYTES, Captures
 from .payload import Made, Piece, fill
@@ -56,17 +58,53 @@ def held_leaf(spec: TensorSpec, data: torch.Tensor) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Flat:
+    """A flat tensor: its leaf, its shape, and what it has, or why that cannot be told."""
+
+    index: int
+    shape: tuple[int, ...]
+    ranges: Ranges
+
+
+Held = tuple[int, int, Ranges]
+"""A rank, the leaf in which it has a flat tensor, and what that has."""
+
+
+def flats_of(objects: Mapping[str, Node], tensors: Sequence[TensorSpec]) -> dict[str, Flat]:
+    """Return the flat tensors that `objects`, nodes by name, tell of, by path.
+
+    Raises:
+        SlotError: What they tell is malformed.
+    """
+    found: dict[str, Flat] = {}
+    for name, node in objects.items():
+        if not has_key(node, FLAT):
+            continue
+        leaves = leaf_paths(node)
+        for path, ranges in parse_flats(entries(node)[FLAT]).items():
+            index, parts = leaves.get(path, len(tensors)), [] if isinstance(ranges, str) else ranges
+            if index >= len(tensors) or any(each.at + each.size > prod(tensors[index].shape) for each in parts):
+                raise SlotError(f"manifest tells of a flat tensor {name}.{path} that is not there, or is shorter")
+            found[f"{name}.{path}"] = Flat(index=index, shape=tensors[index].shape, ranges=ranges)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """What becomes of the leaves of an object.
 
     Attributes:
         shards: The DTensors that are there now, by path.
+        flats: The flat tensors that are there now, by path.
+        flat: The path of the flat tensor whose state this is: what had its shape has the same ranges.
         like: The parameter whose state this is: what has its shape lies as it does.
         is_whole: Whether what was sharded may be whole now.
         may_differ: Tells of a path whether the lowest rank's is right for all.
     """
 
     shards: Mapping[str, Any] | None = None
+    flats: Mapping[str, Flat] = field(default_factory=dict)
+    flat: str | None = None
     like: torch.Tensor | None = None
     is_whole: bool = False
     may_differ: Callable[[str], bool] | None = None
@@ -114,6 +152,10 @@ class Assembly(ABC):
             unflatten(manifest.tree, manifest.tensors.__getitem__)
             if parts.keys() - OPTIONAL_PARTS != {"objects", "values", "rng"}:
                 raise SlotError(f"the manifest of rank {each} has the parts {list(parts)}, not objects, values and rng")
+        self._flats = {
+            each: flats_of(entries(parts["objects"]), captures.ranks[each].manifest.tensors)
+            for each, parts in self._saved.items()
+        }
         self._first = min(self._saved)
         self._known: dict[Hashable, int] = {}
         self._origins: dict[tuple[int, int], int] = {}
@@ -175,6 +217,12 @@ class Assembly(ABC):
         first = min(indices)
         specs = {rank: self._captures.ranks[rank].manifest.tensors[index] for rank, index in indices.items()}
         spec, shape = specs[first], _shape(specs[first])
+        where = path if rule.flat is None else rule.flat
+        if (now := rule.flats.get(where)) is not None:
+            flats = {rank: flat for rank in indices if (flat := self._flats[rank].get(where)) is not None}
+            if all(rank in flats and flats[rank].shape == spec.shape for rank, spec in specs.items()):
+                held = [(rank, index, flats[rank].ranges) for rank, index in indices.items()]
+                return self._flat(path, held, now, now.index if rule.flat is None else path)
         kinds = {rank: (each.kind, each.dtype, _shape(each), each.shard is None) for rank, each in specs.items()}
         if others := {rank: ["x", indices[rank]] for rank, kind in kinds.items() if kind != kinds[first]}:
             self._differs(path, rule, others)
@@ -200,9 +248,13 @@ class Assembly(ABC):
         if unlike:
             self._differs(path, rule, {rank: ["x", indices[rank]] for rank in unlike})
         rank = first if unlike or lowest else min(indices, key=self._distance)
-        piece = Piece(rank=rank, index=indices[rank], offset=(0,) * len(spec.shape), size=spec.shape)
-        made = Made(spec=spec, pieces=(piece,), offset=piece.offset, size=piece.size)
-        return ["x", self._make(first, indices[first], made)]
+        return ["x", self._make(first, indices[first], replace(self._whole(rank, indices[rank]), spec=spec))]
+
+    def _whole(self, rank: int, index: int) -> Made:
+        """Return the leaf as `rank` has it, wherever it lies."""
+        spec = self._captures.ranks[rank].manifest.tensors[index]
+        piece = Piece(rank=rank, index=index, offset=(0,) * len(spec.shape), size=spec.shape)
+        return Made(spec=replace(spec, within=None), pieces=(piece,), offset=piece.offset, size=piece.size)
 
     def _part(self, path: str, indices: Mapping[int, int], specs: Mapping[int, TensorSpec], target: Any) -> Node:
         """The part of a sharded tensor that this rank has now; all of it if `target` is None.
@@ -242,6 +294,54 @@ class Assembly(ABC):
             made_spec = replace(made_spec, shape=local, shard=now)
         made = Made(spec=made_spec, pieces=tuple(parts.values()), offset=tuple(box[0]), size=tuple(box[1]))
         return ["x", self._make(first, indices[first], made)]
+
+    def _flat(self, path: str, held: Sequence[Held], now: Flat, key: Hashable) -> Node:
+        """The flat tensor `now`, of what is in those that are `held`; what has one `key` is one."""
+        specs = [self._captures.ranks[rank].manifest.tensors[index] for rank, index, _ in held]
+        spec = replace(specs[0], shape=now.shape, stride=None, within=None)
+        made = Made(spec=spec, offset=(0,), size=(prod(now.shape),))
+        try:
+            if len({each.dtype for each in specs}) > 1:
+                raise StateError(f"ranks have different dtypes of {path}")
+            told = [now.ranges, *(ranges for *_, ranges in held)]
+            if reason := next((each for each in told if isinstance(each, str)), None):
+                raise StateError(f"{path}: {reason}")
+            made = replace(made, pieces=tuple(self._pieces(path, held, now.ranges)))
+        except StateError as error:
+            self.refused.append(str(error))
+        return ["x", self._added(("flat", key), made)]
+
+    def _pieces(self, path: str, held: Sequence[Held], ranges: Any) -> Iterator[Piece]:
+        """Yield what a flat tensor of these `ranges` is made of.
+
+        Raises:
+            StateError: Some of it is nowhere, or in several places and not the same.
+        """
+        of_name: dict[str, list[tuple[tuple[int, int], Range]]] = {}
+        for rank, index, parts in sorted(held, key=lambda each: self._distance(each[0])):
+            for part in cast(Sequence[Range], parts):
+                of_name.setdefault(part.name, []).append(((rank, index), part))
+        alike = set()
+        for name, shape, begin, at, size in ranges:
+            found: dict[tuple[int, int], tuple[tuple[int, int], Range]] = {}
+            for leaf, part in of_name.get(name, ()):
+                first, known = found.setdefault((part.begin, part.size), (leaf, part))
+                if part.shape != shape:
+                    raise StateError(f"{path}: {name} is {list(part.shape)} in the checkpoint, {list(shape)} now")
+                is_wanted = part.begin < begin + size and begin < part.begin + part.size
+                if first != leaf and is_wanted and (first, leaf) not in alike:
+                    alike.add((first, leaf))
+                    if known != part or self._unlike(first, dict([leaf])):
+                        raise StateError(f"{path}: ranks {first[0]} and {leaf[0]} hold different values of {name}")
+            holes = missing(name, (prod(shape),), [((part.begin,), (part.size,)) for _, part in found.values()])
+            if holes and not self.is_partial:
+                raise StateError(f"{path}: no rank holds {holes} of the {prod(shape)} elements of {name}")
+            for (rank, index), part in found.values():
+                low, high = max(begin, part.begin), min(begin + size, part.begin + part.size)
+                if low < high:
+                    where = at + low - begin
+                    start = part.at + low - part.begin
+                    yield Piece(rank=rank, index=index, offset=(where,), size=(high - low,), start=start)
 
     def _distance(self, rank: int) -> tuple[bool, int]:
         """Order ranks by how near their slots are; those that are elsewhere are shared out."""
@@ -283,10 +383,16 @@ class Assembly(ABC):
         """Return the number of the leaf that is `made`, the same for what was one tensor and is one now."""
         key = (rank, index, made.spec.shard)
         if key not in self._known:
-            self._known[key] = len(self.made)
             self._origins[rank, index] = len(self.made)
             # Numbers in a manifest are of that manifest.
-            self.made.append(made if rank == self._first else replace(made, spec=replace(made.spec, within=None)))
+            made = made if rank == self._first else replace(made, spec=replace(made.spec, within=None))
+        return self._added(key, made)
+
+    def _added(self, key: Hashable, made: Made) -> int:
+        """Return the number of the leaf that is `made`, of what has one `key` the first."""
+        if key not in self._known:
+            self._known[key] = len(self.made)
+            self.made.append(made)
         return self._known[key]
 
     def _placed(self, spec: TensorSpec) -> TensorSpec:
@@ -355,6 +461,27 @@ def opened(captures: Captures, tree: Node, leaves: Sequence[Made]) -> Any:
 def has_key(node: Node, key: str) -> bool:
     """Tell whether `node` is that of a dict with `key`."""
     return isinstance(node, list) and node[0] == "d" and key in node[1]
+
+
+def without(node: Node, is_out: Callable[[Any], bool]) -> Node:
+    """Return the node of a dict without the keys that `is_out` tells."""
+    pairs = [(key, child) for key, child in zip(node[1], node[2], strict=True) if not is_out(key)]
+    return [node[0], [key for key, _ in pairs], [child for _, child in pairs]]
+
+
+def is_optimizer(node: Node) -> bool:
+    """Tell whether `node` is that of a torch optimizer's state."""
+    return has_key(node, "state") and has_key(node, "param_groups")
+
+
+def is_leaf(node: Node) -> bool:
+    """Tell whether `node` is that of a leaf."""
+    return isinstance(node, list) and node[0] == "x"
+
+
+def no_leaf(index: int) -> NoReturn:
+    """Refuse a leaf in what has none, for `unflatten`."""
+    raise SlotError(f"manifest has leaf {index} among the names of parameters or places")
 
 
 def _below(path: str, key: Any) -> str:

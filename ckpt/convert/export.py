@@ -10,17 +10,18 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import torch
 
 from ..errors import StateError
 from ..format.manifest import Node, leaf_paths
-from ..state.held import FSDP1
+from ..state.flat import FLAT, Range
 from ..state.tree import entries, unflatten
-from .assembly import Assembly, Rule, has_key
+from .assembly import Assembly, Flat, Rule, has_key, is_leaf, is_optimizer, no_leaf, without
 from .captures import Captures
 
 _SHOWN: Final = 5
@@ -30,6 +31,8 @@ Format = Literal["dcp", "torch"]
 RANKS = "resilient_ranks"
 """Key below which a checkpoint has what is not the same on every rank: rank → values, generators, other leaves."""
 
+
+_WRAPPERS: Final = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 STEP = "resilient_step"
 """Key below which a checkpoint has its step."""
@@ -106,7 +109,7 @@ def gather(captures: Captures) -> dict[str, Any]:
     Of what differs between ranks the lowest rank's is in the object's place, and the other ranks' below `RANKS`.
 
     Raises:
-        StateError: Shards do not belong to one tensor, or are not the whole one, or are those of FSDP1.
+        StateError: Shards do not belong to one tensor, or are not the whole one.
         SlotError: A slot does not hold the state of a Checkpointer.
         RestoreError: Nobody has a verified copy of something.
     """
@@ -133,19 +136,111 @@ class _United(Assembly):
         self._differences: dict[int, dict[str, Node]] = {rank: {} for rank in self._saved}
 
     def tree(self) -> Node:
-        objects = self._nodes("objects")
-        for name in (name for node in objects.values() for name, held in entries(node).items() if has_key(held, FSDP1)):
-            self.refused.append(
-                f"{name} is in shards of FSDP1, which do not tell how to put them together: let the script save it "
-                "under FullyShardedDataParallel.state_dict_type(), or train with fully_shard (FSDP2)"
-            )
-        _, keys, children = self._walk("", objects, self._rule)
+        of_ranks = {rank: entries(node) for rank, node in self._nodes("objects").items()}
+        made: dict[str, Node] = {}
+        for name in dict.fromkeys(name for objects in of_ranks.values() for name in objects):
+            nodes = {rank: objects[name] for rank, objects in of_ranks.items() if name in objects}
+            if all(has_key(node, FLAT) and not has_key(node, "masters") for node in nodes.values()):
+                made[name] = self._fsdp1(name, nodes)
+            elif is_optimizer(nodes[min(nodes)]) and any(
+                key in self._flats[self._first] for group in self._trained(self._first, name) for key in group
+            ):
+                made[name] = self._optimizer(name, nodes)
+            else:
+                made[name] = self._walk(name, nodes, self._rule)
         ranks = []
         for rank, saved in self._saved.items():
             parts = {part: self._walk(part, {rank: saved[part]}, self._rule) for part in ("values", "rng")}
             own = {path: self._walk(path, {rank: node}, self._rule) for path, node in self._differences[rank].items()}
             ranks.append(_node({**parts, "objects": _node(own)}))
-        return ["d", [*keys, RANKS], [*children, ["d", [str(rank) for rank in self._saved], ranks]]]
+        return _node({**made, RANKS: ["d", [str(rank) for rank in self._saved], ranks]})
+
+    def _trained(self, rank: int, name: str) -> list[list[str | None]]:
+        """Return the names of the parameters in each group of an optimizer."""
+        saved = self._saved[rank]
+        found = unflatten(entries(saved["order"]).get(name, ["l"]), no_leaf) if "order" in saved else []
+        return cast(list[list[str | None]], found)
+
+    def _fsdp1(self, name: str, nodes: Mapping[int, Node]) -> Node:
+        """The state of a module, with whole parameters by their own names."""
+        made: dict[str, Node] = {}
+        keys = dict.fromkeys(key for node in nodes.values() for key in entries(node) if key != FLAT)
+        for key in keys:
+            path = f"{name}.{key}"
+            found = {rank: entries(node)[key] for rank, node in nodes.items() if has_key(node, key)}
+            plain = key
+            for wrapper in _WRAPPERS:
+                plain = plain.replace(wrapper, "")
+            made |= self._unfolded(path, found, path) or {plain: self._walk(path, found, self._rule)}
+        return _node(made)
+
+    def _unfolded(self, path: str, nodes: Mapping[int, Node], at: str, *, once: bool = False) -> dict[str, Node]:
+        """Return the whole parameters, by name, of what lies as the flat tensor `at`; none if it does not."""
+        held = []
+        for rank, node in nodes.items():
+            flat = self._flats[rank].get(at)
+            if (
+                flat is None
+                or not is_leaf(node)
+                or flat.shape != self._captures.ranks[rank].manifest.tensors[node[1]].shape
+            ):
+                return {}
+            held.append((rank, node[1], flat.ranges))
+        return {
+            name: self._flat(path, held, Flat(index=0, shape=shape, ranges=whole), (path, name))
+            for name, shape in self._parameters(at, once=once).items()
+            for whole in [(Range(name, shape, 0, 0, prod(shape)),)]
+        }
+
+    def _parameters(self, at: str, *, once: bool = False) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters of which ranks have parts in the flat tensor `at`.
+
+        `once`: one that has several names is there with its first.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        for flats in self._flats.values():
+            ranges = flats[at].ranges if at in flats else ()
+            if isinstance(ranges, str):
+                self.refused.append(f"{at}: {ranges}")
+            else:
+                places: dict[int, str] = {}
+                several = [part for part in ranges if places.setdefault(part.at, part.name) == part.name or not once]
+                found |= {part.name: part.shape for part in several}
+        return found
+
+    def _optimizer(self, name: str, nodes: Mapping[int, Node]) -> Node:
+        """The state of an optimizer of flat tensors by parameters' names, as that which FSDP1 gathers."""
+        held = {rank: dict(zip(node[1], node[2], strict=True)) for rank, node in nodes.items()}
+        states = {rank: dict(zip(*parts["state"][1:], strict=True)) for rank, parts in held.items()}
+        state: dict[str, Node] = {}
+        groups = []
+        first = min(nodes)
+        for number, keys in enumerate(self._trained(first, name)):
+            of_ranks = {rank: parts["param_groups"][1 + number] for rank, parts in held.items()}
+            options = {rank: without(node, "params".__eq__) for rank, node in of_ranks.items()}
+            _, names, values = self._walk(f"{name}.param_groups.{number}", options, self._rule)
+            trained: list[Node] = []
+            for position, key in enumerate(keys):
+                if key not in self._flats[first]:
+                    self.refused.append(f"{name}: {key or 'a parameter'} is none of FSDP1's, beside some that are")
+                    continue
+                parameters = self._parameters(key, once=True)
+                trained += parameters
+                found = {}
+                for rank, node in of_ranks.items():
+                    place = dict(zip(node[1], node[2], strict=True))["params"][1 + position]
+                    if place in states[rank]:
+                        found[rank] = dict(zip(*states[rank][place][1:], strict=True))
+                for entry in dict.fromkeys(entry for each in found.values() for entry in each):
+                    several = {rank: each[entry] for rank, each in found.items() if entry in each}
+                    path = f"{name}.state.{key}.{entry}"
+                    parts = self._unfolded(path, several, key, once=True)
+                    parts = parts or dict.fromkeys(parameters, self._walk(path, several, self._rule))
+                    for parameter, node in parts.items():
+                        state.setdefault(parameter, ["d", [], []])[1].append(entry)
+                        state[parameter][2].append(node)
+            groups.append(["d", [*names, "params"], [*values, ["l", *trained]]])
+        return _node({"state": _node(state), "param_groups": ["l", *groups]})
 
     def _differs(self, path: str, rule: Rule, others: Mapping[int, Node]) -> None:
         for rank, node in others.items():

@@ -15,19 +15,22 @@ from .captures import BATCH_BYTES, Captures
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A part of a tensor that one rank's slot has: leaf `index` of `rank`, which lies at `offset` and has `size`."""
+    """A part of a tensor that one rank's slot has: of leaf `index` of `rank`, from element `start` on, what lies at
+    `offset` and has `size`.
+    """
 
     rank: int
     index: int
     offset: tuple[int, ...]
     size: tuple[int, ...]
+    start: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
     """A leaf to be made: the part of `size` at `offset` of the tensor that `pieces` are; or `given`.
 
-    If it has another dtype than they have, it is cast.
+    If it has another dtype than they have, it is cast. What no piece has is zero.
     """
 
     spec: TensorSpec
@@ -48,8 +51,7 @@ def fill(captures: Captures, leaves: Sequence[Made], layout: Layout) -> torch.Te
     Raises:
         RestoreError: Nobody has a verified copy of something.
     """
-    payload = torch.empty(layout.payload_bytes, dtype=torch.uint8, device="cpu")
-    whole = payload.numpy()
+    whole = np.zeros(layout.payload_bytes, dtype=np.uint8)
     batch: list[tuple[Made, Any]] = []
     size_bytes = 0
     for number, (one, offset) in enumerate(zip(leaves, layout.offsets, strict=True)):
@@ -66,7 +68,7 @@ def fill(captures: Captures, leaves: Sequence[Made], layout: Layout) -> torch.Te
             for made, place in batch:
                 _fill(captures, made, place)
             batch, size_bytes = [], 0
-    return payload
+    return torch.from_numpy(whole)
 
 
 def _content(leaf: Leaf) -> bytes:
@@ -88,12 +90,13 @@ def _rows(captures: Captures, made: Made, piece: Piece) -> tuple[int, int, tuple
     if any(begin >= end for begin, end in zip(begins, ends, strict=True)) or 0 in made.size:
         return None
     manifest = captures.ranks[piece.rank].manifest
-    spec, start = manifest.tensors[piece.index], manifest.offsets[piece.index]
+    itemsize = manifest.tensors[piece.index].itemsize
+    start = manifest.offsets[piece.index] + piece.start * itemsize
     source = [slice(begin - at, end - at) for begin, end, at in zip(begins, ends, piece.offset, strict=True)]
     target = tuple(slice(begin - at, end - at) for begin, end, at in zip(begins, ends, made.offset, strict=True))
     if not source:
-        return start, start + spec.nbytes, (), ()
-    row_bytes = spec.nbytes // piece.size[0]
+        return start, start + itemsize, (), ()
+    row_bytes = prod(piece.size[1:]) * itemsize
     rows = source[0]
     source[0] = slice(0, rows.stop - rows.start)
     return start + rows.start * row_bytes, start + rows.stop * row_bytes, tuple(source), target
@@ -104,7 +107,7 @@ def _fill(captures: Captures, made: Made, target: Any) -> None:
         return
     stored = captures.ranks[made.pieces[0].rank].manifest.tensors[made.pieces[0].index]
     is_other = stored.dtype != made.spec.dtype
-    raw = np.empty(prod(made.size) * stored.itemsize, dtype=np.uint8) if is_other else target
+    raw = np.zeros(prod(made.size) * stored.itemsize, dtype=np.uint8) if is_other else target
     place = raw.reshape(*made.size, -1)
     for piece in made.pieces:
         if (rows := _rows(captures, made, piece)) is not None:

@@ -5,19 +5,21 @@ on all ranks; where it is not, each kind of object has a rule (`_Reshaping`), an
 result is loaded as any slot is: exactly, or not at all.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from typing import Any, Final
 
 import torch
 
-from ..errors import RestoreError, SlotError, StateError
+from ..errors import RestoreError, StateError
 from ..format.manifest import Node, leaf_paths
-from ..state.held import FSDP1, keyed_parameters
+from ..state.flat import FLAT
+from ..state.held import keyed_parameters
 from ..state.rng import derived_rng
 from ..state.state import TrainingState
 from ..state.tree import Flattener, entries, unflatten
 from ..state.unsaved import parse as parse_unsaved
-from .assembly import Assembled, Assembly, Rule, has_key, held_leaf
+from .assembly import Assembled, Assembly, Rule, flats_of, has_key, held_leaf, is_leaf, is_optimizer, no_leaf, without
 from .captures import Captures
 
 _SHOWN: Final = 5
@@ -47,6 +49,10 @@ def reshape(state: TrainingState, captures: Captures, *, rank: int, world_size: 
     return reshaping.filled(tree)
 
 
+_Partition = tuple[int, Any, Node]
+"""A rank, a flat tensor that it has (`Flat`), and the node of its state."""
+
+
 class _Reshaping(Assembly):
     """Makes the tree of a rank."""
 
@@ -61,6 +67,8 @@ class _Reshaping(Assembly):
             for path, index in leaf_paths(current.node).items()
             if index in current.shards
         }
+        self._objects_now = entries(entries(current.node)["objects"])
+        self._flats_now = flats_of(self._objects_now, current.specs())
         self._order = entries(current.node)["order"]
         self._parameters = keyed_parameters(state.modules)
         self._others: list[str] = []  # of which the lowest rank's is taken
@@ -101,40 +109,56 @@ class _Reshaping(Assembly):
             # FSDP2's modules have a method of that name.
             if hasattr(type(item), "reshard") and not isinstance(item, torch.nn.Module):
                 children.append(self._resharded(name, item, nodes))
-            elif (is_fsdp1 := has_key(nodes[min(nodes)], FSDP1)) or name in self._state.apart:
-                self.refused.append(
-                    f"{name} is in shards of FSDP1, which do not tell how to put them together: train with "
-                    f"fully_shard (FSDP2), or {_EXPORT}"
-                    if is_fsdp1
-                    else f"{name} differs between ranks on purpose. {_RESHARD}"
-                )
+            elif not all(has_key(node, FLAT) == has_key(self._objects_now.get(name), FLAT) for node in nodes.values()):
+                self.refused.append(f"{name} is sharded by FSDP1 or DeepSpeed only in the checkpoint, or only now")
+                children.append(nodes[min(nodes)])
+            elif name in self._state.apart and not self._is_told(name):
+                self.refused.append(f"{name} differs between ranks on purpose. {_RESHARD}")
                 children.append(nodes[min(nodes)])
             elif isinstance(item, torch.nn.Module):
                 children.append(self._module(name, nodes))
-            elif name in self._state.held and all(map(_is_optimizer, nodes.values())):
+            elif has_key(nodes[min(nodes)], FLAT):
+                children.append(self._engine(name, nodes))
+            elif name in self._state.held and all(map(is_optimizer, nodes.values())):
                 children.append(self._optimizer(name, nodes))
             else:
                 children.append(self._walk(name, nodes, Rule(shards=self._shards)))
         return ["d", names, children]
 
+    def _is_told(self, name: str) -> bool:
+        """Tell whether the flat tensors of an object, or those that an optimizer trains, are described."""
+        if has_key(self._objects_now.get(name), FLAT):
+            return True
+        groups = unflatten(entries(self._order).get(name, ["l"]), no_leaf)
+        return bool(groups) and all(key in self._flats_now for group in groups for key in group)
+
     def _module(self, name: str, nodes: dict[int, Node]) -> Node:
         """Buffers may differ, as those of BatchNorm do; ranks may have different parts of the model."""
         if len({frozenset(entries(node)) for node in nodes.values()}) > 1:
             self._rebuilt.add(name)
-        rule = Rule(shards=self._shards, is_whole=True, may_differ=lambda path: path not in self._parameters)
-        return self._dict(name, nodes, rule)
+        rule = Rule(
+            shards=self._shards,
+            flats=self._flats_now,
+            is_whole=True,
+            may_differ=lambda path: path not in self._parameters,
+        )
+        made = self._dict(name, {rank: without(node, FLAT.__eq__) for rank, node in nodes.items()}, rule)
+        if has_key(self._objects_now.get(name), FLAT):
+            made[1].append(FLAT)
+            made[2].append(entries(self._objects_now[name])[FLAT])
+        return made
 
     def _optimizer(self, name: str, nodes: dict[int, Node]) -> Node:
         """Each parameter's state is where its name is, in the ranks that have it and in this one."""
         states = {rank: _entries(node) for rank, node in nodes.items()}
         orders = {
-            rank: unflatten(entries(parts["order"]).get(name, ["l"]), _no_leaf) if "order" in parts else []
+            rank: unflatten(entries(parts["order"]).get(name, ["l"]), no_leaf) if "order" in parts else []
             for rank, parts in self._saved.items()
         }
         before = {rank: _numbers(states[rank]["param_groups"], orders[rank]) for rank in states}
         parameters = [group["params"] for group in self._state.held[name][0].param_groups]
         counts = {len(state["param_groups"]) - 1 for state in states.values()}
-        named = unflatten(entries(self._order)[name], _no_leaf)[: len(parameters)]
+        named = unflatten(entries(self._order)[name], no_leaf)[: len(parameters)]
         now = _keys([len(group) for group in parameters], named)
         if any(found.keys() != before[self._first].keys() for found in before.values()):
             lacking = [key for key in now if not any(key in found for found in before.values())]
@@ -161,19 +185,23 @@ class _Reshaping(Assembly):
                 for rank, state in states.items()
                 if key in before[rank] and (old := before[rank][key][1]) in (held := _by_number(state["state"]))
             }
-            if found:
-                rule = Rule(like=tensors[key])
+            flat = key[0] if key[0] in self._flats_now else None
+            # FSDP1 never updates a parameter of which a rank has nothing.
+            if found and (flat is None or prod(self._flats_now[flat].shape)):
+                rule = Rule(like=tensors[key], flats=self._flats_now, flat=flat)
                 kept[number] = self._walk(f"{name}.state.{key[0] if key[0] is not None else number}", found, rule)
         made = {}
         for key in states[self._first]:
             path, of_ranks = f"{name}.{key}", {rank: state[key] for rank, state in states.items() if key in state}
             if key == "state":
-                others = {rank: _without(node, lambda key: type(key) is int) for rank, node in of_ranks.items()}
+                others = {rank: without(node, lambda key: type(key) is int) for rank, node in of_ranks.items()}
                 rest = self._walk(path, others, Rule())
                 if rest[1]:
                     self._rebuilt.add(name)
                 # In the order that it had: places in the tree are counted.
                 numbers = sorted(kept, key=[*_by_number(of_ranks[self._first]), *kept].index)
+                if len(numbers) != len(_by_number(of_ranks[self._first])):
+                    self._rebuilt.add(name)
                 made[key] = ["d", [*numbers, *rest[1]], [*(kept[number] for number in numbers), *rest[2]]]
             elif key == "param_groups":
                 made[key] = self._groups(path, of_ranks, [len(group) for group in parameters])
@@ -181,12 +209,64 @@ class _Reshaping(Assembly):
                 made[key] = self._walk(path, of_ranks, Rule())
         return ["d", list(made), list(made.values())]
 
+    def _engine(self, name: str, nodes: dict[int, Node]) -> Node:
+        """What DeepSpeed's `EngineState` has: ranks may have its flat weights in other groups, with their states."""
+        self._rebuilt.add(name)
+        now = entries(self._objects_now[name])
+        of_ranks = {rank: entries(node) for rank, node in nodes.items()}
+        rule = Rule(flats=self._flats_now, may_differ=lambda path: path.startswith(f"{name}.buffers."))
+        flats = [self._flats_now.get(f"{name}.masters.{number}") for number in range(len(now["masters"]) - 1)]
+        held = [
+            (rank, self._flats[rank].get(f"{name}.masters.{number}"), state)
+            for rank, parts in of_ranks.items()
+            for number, state in enumerate(parts["states"][1:])
+        ]
+        made = dict(now)
+        for key in now:
+            path, found = f"{name}.{key}", {rank: parts[key] for rank, parts in of_ranks.items() if key in parts}
+            if key in ("masters", "states") and None not in flats and None not in (flat for _, flat, _ in held):
+                make = self._master if key == "masters" else self._state_of
+                made[key] = ["l", *(make(f"{path}.{number}", flat, held) for number, flat in enumerate(flats))]
+            elif key != FLAT:
+                made[key] = self._walk(path, found, rule)
+        return ["d", list(made), list(made.values())]
+
+    def _master(self, path: str, now: Any, held: Sequence[_Partition]) -> Node:
+        return self._flat(path, [(rank, flat.index, flat.ranges) for rank, flat, _ in held], now, path)
+
+    def _state_of(self, path: str, now: Any, held: Sequence[_Partition]) -> Node:
+        """The state that an optimizer has of the flat tensor `now`."""
+        made: dict[Any, Node] = {}
+        states = [_entries(state) for *_, state in held]
+        for key, node in states[0].items():
+            nodes = [state.get(key) for state in states]
+            below = f"{path}.{key}"
+            if all(map(is_leaf, nodes)):
+                several = [(rank, flat, state[key][1]) for (rank, flat, _), state in zip(held, states, strict=True)]
+                specs = [self._captures.ranks[rank].manifest.tensors[index] for rank, _, index in several]
+                if all(spec.shape == flat.shape for (_, flat, _), spec in zip(several, specs, strict=True)):
+                    whole = [(rank, index, flat.ranges) for rank, flat, index in several]
+                    made[key] = self._flat(below, whole, now, below)
+                    continue
+                rank, _, index = several[0]
+                alike = all(spec.content == specs[0].content for spec in specs) and not any(
+                    self._unlike((rank, index), {other: leaf}) for other, _, leaf in several
+                )
+                made[key] = ["x", self._added(below, self._whole(rank, index))]
+            else:
+                alike, made[key] = all(repr(each) == repr(node) for each in nodes), node
+            if not alike:
+                self._differs(below, Rule(), {})
+        if any(state.keys() != made.keys() for state in states):
+            self._differs(path, Rule(), {})
+        return ["d", list(made), list(made.values())]
+
     def _groups(self, path: str, nodes: dict[int, Node], sizes: list[int]) -> Node:
         """Return the parameter groups with the options that they had and the numbers that parameters have now."""
         groups = []
         for number, size in enumerate(sizes):
             begin = sum(sizes[:number])
-            options = {rank: _without(node[1 + number], lambda key: key == "params") for rank, node in nodes.items()}
+            options = {rank: without(node[1 + number], lambda key: key == "params") for rank, node in nodes.items()}
             made = self._walk(f"{path}.{number}", options, Rule())
             # Where it was: places in the tree are counted.
             at = nodes[self._first][1 + number][1].index("params")
@@ -255,7 +335,7 @@ class _Reshaping(Assembly):
         objects = list(entries(self._saved[self._first]["objects"]))
         rebuilt: set[tuple[int, ...]] = {(parts.index("rng"),)}
         rebuilt |= {(parts.index("objects"), objects.index(each)) for each in self._rebuilt if each in objects}
-        found = unflatten(self._saved[self._first][name], _no_leaf)
+        found = unflatten(self._saved[self._first][name], no_leaf)
         if name == "shared":
             return [places for places in found if not any(_is_below(place_, rebuilt) for place_ in places)]
         return [[place_, kind] for place_, kind in found if not _is_below(place_, rebuilt)]
@@ -267,10 +347,6 @@ class _Reshaping(Assembly):
             self.refused.append(f"ranks have {path} differently. {_RESHARD}")
 
 
-def _is_optimizer(node: Node) -> bool:
-    return has_key(node, "state") and has_key(node, "param_groups")
-
-
 def _entries(node: Node) -> dict[Any, Node]:
     return dict(zip(node[1], node[2], strict=True))
 
@@ -278,12 +354,6 @@ def _entries(node: Node) -> dict[Any, Node]:
 def _by_number(node: Node) -> dict[int, Node]:
     """Return the states of parameters by number."""
     return {key: child for key, child in zip(node[1], node[2], strict=True) if type(key) is int}
-
-
-def _without(node: Node, is_out: Callable[[Any], bool]) -> Node:
-    """Return the node of a dict without the keys that `is_out` tells."""
-    pairs = [(key, child) for key, child in zip(node[1], node[2], strict=True) if not is_out(key)]
-    return [node[0], [key for key, _ in pairs], [child for _, child in pairs]]
 
 
 _Key = tuple[str | None, int, int]
@@ -312,7 +382,3 @@ def _numbers(groups: Node, names: Sequence[Sequence[str | None]]) -> dict[_Key, 
 
 def _is_below(place_: Sequence[int], roots: Collection[tuple[int, ...]]) -> bool:
     return any(tuple(place_[: len(root)]) == root for root in roots)
-
-
-def _no_leaf(index: int) -> NoReturn:
-    raise SlotError(f"manifest has leaf {index} among the names of parameters or places")

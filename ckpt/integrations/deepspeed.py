@@ -6,6 +6,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import StateError
+from ..state.flat import FLAT, Range, Ranges, encode
 from .common import framework, freeze, frozen
 
 _COUNTS: Final = (
@@ -33,6 +34,16 @@ _REFUSED: Final = (
     ("super_offload", "SuperOffload"),
     ("is_deepcompile_enabled", "DeepCompile"),
 )
+
+
+_APART: Final = (
+    ("has_moe_layers", "MoE"),
+    ("pipeline_parallelism", "pipeline parallelism"),
+    ("mp_world_size", "model parallelism"),
+    ("autotp_size", "AutoTP"),
+    ("sequence_parallel_size", "sequence parallelism"),
+)
+"""What divides ranks otherwise, by the attribute of the engine that tells it: a flag, or in how many parts."""
 
 
 class EngineState:
@@ -95,7 +106,8 @@ class EngineState:
                 "trains: it is not supported"
             )
         return {
-            "tensors": dict(self._tensors()),
+            "parameters": dict(self._parameters()),
+            "buffers": {name: buffer.detach() for name, buffer in engine.module.named_buffers()},
             "frozen": frozen(engine.module),
             "extra": {name: module.get_extra_state() for name, module in self._with_extra()},
             "masters": [master.detach() for master in masters],
@@ -108,6 +120,7 @@ class EngineState:
             "counts": {name: getattr(engine, name) for name in _COUNTS},
             "norm": engine._global_grad_norm,
             "rng": dict(_tracker().get_states()),
+            FLAT: encode(self._ranges(masters)),
         }
 
     @torch.no_grad()
@@ -117,8 +130,10 @@ class EngineState:
         # ZeRO 3 may have small parameters whole, which are no views of the partitions; a forward pass gathers them.
         if whole := getattr(engine.optimizer, "persistent_parameters", ()):
             whole[0].partition(whole)
-        for name, tensor in self._tensors():
-            tensor.copy_(state["tensors"][name])
+        for name, tensor in self._parameters():
+            tensor.copy_(state["parameters"][name])
+        for name, buffer in engine.module.named_buffers():
+            buffer.copy_(state["buffers"][name])
         freeze(engine.module, state.get("frozen"))
         for name, module in self._with_extra():
             module.set_extra_state(state["extra"][name])
@@ -158,11 +173,51 @@ class EngineState:
         inner = self._inner
         return [] if inner is None else [each for group in inner.param_groups for each in group["params"]]
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and tensor of parameters, of partitioned ones this rank's part, and buffers."""
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of parameters, of partitioned ones this rank's part."""
         for name, parameter in self._engine.module.named_parameters():
             yield name, getattr(parameter, "ds_tensor", parameter).detach()
-        yield from self._engine.module.named_buffers()
+
+    def _ranges(self, masters: list[torch.Tensor]) -> dict[str, Ranges]:
+        """Return what partitions have of parameters, by their paths in the state, or why that cannot be told."""
+        engine, outer = self._engine, self._engine.optimizer
+        told = ((what, getattr(engine, name, 0)) for name, what in _APART)
+        why = next((what for what, held in told if held is True or (held() if callable(held) else held) > 1), None)
+        if why or type(outer).__name__.startswith("MiCS"):
+            return dict.fromkeys(self._paths(masters), f"{why or 'MiCS'} gives ranks other parameters")
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        found: dict[str, Ranges] = {}
+        for name, parameter in engine.module.named_parameters():
+            if hasattr(parameter, "ds_tensor"):
+                found[f"parameters.{name}"] = [*_partition(name, parameter, 0)]
+        groups = getattr(outer, "round_robin_bit16_groups", None) or getattr(outer, "bf16_groups", None) or []
+        if hasattr(outer, "fp32_partitioned_groups_flat"):  # ZeRO 3
+            groups = outer.fp16_groups
+        for number, (path, group) in enumerate(zip(self._paths(masters), groups, strict=True) if groups else ()):
+            ranges: list[Range] = []
+            at, size = 0, masters[number].numel()
+            begins = getattr(outer, "round_robin_bit16_offsets", None)
+            for position, parameter in enumerate(group):
+                name = names[id(parameter)]
+                if hasattr(parameter, "ds_tensor"):
+                    ranges += _partition(name, parameter, at)
+                    at += parameter.partition_numel()
+                    continue
+                # Of all that is flat, this rank has `size` elements from `first` on.
+                first = size * torch.distributed.get_rank(outer.real_dp_process_group[number])
+                begin, count = begins[number][position] if begins else at, parameter.numel()
+                low, high = max(begin, first), min(begin + count, first + size)
+                if low < high:
+                    ranges.append(Range(name, tuple(parameter.shape), low - begin, low - first, high - low))
+                at = begin + count
+            found[path] = ranges
+        if engine.zero_optimization_stage() and not groups:
+            found |= dict.fromkeys(self._paths(masters), f"{type(outer).__qualname__} does not tell it")
+        return found
+
+    @staticmethod
+    def _paths(masters: list[torch.Tensor]) -> list[str]:
+        return [f"masters.{number}" for number in range(len(masters))]
 
     def _with_extra(self) -> Iterator[tuple[str, torch.nn.Module]]:
         for name, module in self._engine.module.named_modules():
@@ -182,6 +237,14 @@ class EngineState:
         engine = self._engine
         scaler = engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
         return [item for item in (engine.lr_scheduler, scaler) if item is not None]
+
+
+def _partition(name: str, parameter: Any, at: int) -> Iterator[Range]:
+    """Yield what this rank has of a parameter of ZeRO 3, from `at` on."""
+    size = parameter.partition_numel()
+    begin = size * torch.distributed.get_rank(parameter.ds_process_group)
+    if begin < parameter.ds_numel:
+        yield Range(name, tuple(parameter.ds_shape), begin, at, min(size, parameter.ds_numel - begin))
 
 
 def _accumulates(engine: Any) -> bool:

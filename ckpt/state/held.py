@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import StateError
 from ..format.manifest import leaf_paths
+from .flat import FLAT, encode, of_units
 from .memory import Extents, digest
 from .tree import Flattener, Leaf, extent, is_strided
 
@@ -35,8 +36,6 @@ _KEPT: Final = {
 Those that are not here have them from the start, or other ones.
 """
 _ASKED: Final = ("momentum", "amsgrad", "centered")
-FSDP1: Final = "_fsdp1_ranks"
-"""Key of a module's state that tells that its tensors are shards of FSDP1: of each unit the shard and their number."""
 _LEAVES: Final = (
     torch.Tensor,
     torch.nn.Module,
@@ -151,8 +150,10 @@ def _local_state(module: torch.nn.Module, units: list[Any]) -> dict[str, Any]:
     state: dict[str, Any] = OrderedDict()
     for prefix, inner in inside(module, units):
         inner._save_to_state_dict(state, prefix, False)
-    state.update((key, local(tensor).detach()) for key, tensor in named_parameters(module))
-    state[FSDP1] = [[handle.rank, handle.world_size] for handle in handles]
+    ranges = of_units({id(inner): prefix for prefix, inner in inside(module, [])}, units)
+    parameters = list(named_parameters(module))
+    state.update((key, local(tensor).detach()) for key, tensor in parameters)
+    state[FLAT] = encode({key: ranges[id(tensor)] for key, tensor in parameters if id(tensor) in ranges})
     return state
 
 

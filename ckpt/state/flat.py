@@ -1,0 +1,98 @@
+"""Flat tensors: which elements of which parameters a shard of FSDP1, or a partition of ZeRO, has where.
+
+What is described by no range is padding, and belongs to nobody.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple
+
+from ..errors import SlotError
+
+FLAT: Final = "_resilient_flat"
+"""Key of an object's state that describes the flat tensors in it: JSON, path below the object → its ranges.
+
+As text it costs a capture nothing, however many parameters there are.
+"""
+_UNTOLD: Final = "FSDP1 has it of parameters that are not contiguous, or of DTensors"
+
+
+class Range(NamedTuple):
+    """`size` elements of the parameter `name`, from `begin` in its memory on, which the flat tensor has from `at` on.
+
+    `shape` is that of the whole parameter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+    at: int
+    size: int
+
+
+Ranges = Sequence[Range] | str
+"""What a flat tensor has, or why that cannot be told."""
+
+
+def encode(flats: Mapping[str, Ranges]) -> str:
+    """Return the text below `FLAT`."""
+    return json.dumps(flats)
+
+
+def parse(text: Any) -> dict[str, Ranges]:
+    """Return what was encoded as `text`.
+
+    Raises:
+        SlotError: It is malformed.
+    """
+    try:
+        return {
+            path: ranges if isinstance(ranges, str) else tuple(_range(*each) for each in ranges)
+            for path, ranges in json.loads(text).items()
+        }
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise SlotError(f"manifest does not tell what its flat tensors have: {error!r}") from error
+
+
+def _range(name: str, shape: list[int], begin: int, at: int, size: int) -> Range:
+    numbers = [*shape, begin, at, size]
+    if type(name) is not str or any(type(each) is not int or not 0 <= each < 2**59 for each in numbers):
+        raise ValueError(f"{size!r} elements of {name!r:.80}, from {begin!r} on at {at!r}")
+    if not size or begin + size > prod(shape):
+        raise ValueError(f"{size} elements of {name!r:.80} of shape {shape}, from {begin} on")
+    return Range(name, tuple(shape), begin, at, size)
+
+
+def of_units(prefixes: Mapping[int, str], units: Iterable[Any]) -> dict[int, Ranges]:
+    """Return the ranges of the tensors in which units of FSDP1 have their parameters, by the id of each.
+
+    Args:
+        prefixes: What stands before the names of a module's parameters, by its id.
+        units: Instances of FullyShardedDataParallel.
+    """
+    from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+    found: dict[int, Ranges] = {}
+    for unit in units:
+        if (flat := unit._flat_param) is None:
+            continue
+        # Of one that is not contiguous, the flat tensor has the memory as it lay; of a DTensor, a shard.
+        is_plain = all(flat._contiguities) and not any(flat._param_extensions)
+        parts = {
+            (id(info.module), info.param_name): (tuple(shape), shard)
+            for info, shape, shard in zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
+        }
+        infos = [(key, key) for key in parts]
+        for info in flat._shared_param_infos:
+            infos.append(((id(info.module), info.param_name), (id(info.prim_module), info.prim_param_name)))
+        tensors = [flat] * len(infos) if flat._params is None else [*flat._params, *flat._shared_params]
+        for ((module, own), of), tensor in zip(infos, tensors, strict=True):
+            shape, shard = parts[of]
+            ranges = found.setdefault(id(tensor), [] if is_plain else _UNTOLD)
+            if isinstance(ranges, list) and shard.in_shard and shard.numel_in_shard:
+                # With the original parameters, each is a tensor of its own.
+                at = shard.offset_in_shard if tensor is flat else 0
+                name = clean_tensor_name(prefixes[module] + own)
+                ranges.append(Range(name, shape, shard.intra_param_start_idx, at, shard.numel_in_shard))
+    return found
