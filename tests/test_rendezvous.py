@@ -529,7 +529,11 @@ def begun(launchers: Launchers, min_nodes: int, max_nodes: int) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("state/watermark", {"step": "x"}), ("state/watermark/older", {"pairs": [[1, "x"]]}), ("state/watermark/older", {})],
+    [
+        ("state/watermark", {"step": "x"}),
+        ("state/watermark/older", {"pairs": [[1, "x"]]}),
+        ("state/watermark/older", {}),
+    ],
     ids=["newest", "older", "none"],
 )
 def test_damaged_watermark_is_named(launchers: Launchers, key: str, value: dict[str, Any]) -> None:
