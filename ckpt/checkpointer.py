@@ -78,7 +78,7 @@ class Checkpointer:
 
         Raises:
             StateError: The state holds something that cannot be captured, or lacks what an optimizer trains.
-            MemoryBudgetError: Two captures of this state do not fit in the memory budget of the host.
+            MemoryBudgetError: The captures of this state that stay do not fit in the memory budget of the host.
             DaemonError: The daemon refused, or this is not the first generation and there is no daemon.
         """
         show_refusals()

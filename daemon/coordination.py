@@ -268,7 +268,7 @@ class Coordinator:
             watermark=pair_of_entry(watermark, keys.WATERMARK),
             watermark_revision=0 if watermark is None else watermark.revision,
             next=pair_of_entry(said.get(keys.NEXT), keys.NEXT),
-            older=() if (older := said.get(keys.OLDER)) is None else parse_pairs(older.value),
+            older=() if (older := said.get(keys.OLDER)) is None else parse_pairs(older.value, keys.OLDER),
             persist=None if persist is None else persist.value,
         )
 

@@ -1,5 +1,6 @@
 """The pure part of the commit protocol, by examples and against a model with delays, losses and new generations."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,6 +110,15 @@ def test_watermark_is_of_this_generation_or_what_it_restored() -> None:
     assert not everywhere(round_, 2, {"a": {0: {(1, 9), (4, 1)}}})
     assert max(everywhere(round_, 2, {"a": {0: {(2, 7), (3, 8)}}})) == (3, 8)
     assert not everywhere(make_round("a"), 1, {})
+
+
+def test_a_step_of_another_number_of_ranks_is_not_whole() -> None:
+    """All hosts may hold it of all ranks that are left; nobody could go back to it."""
+    held = {host: {rank: {(2, 7), (3, 8)} for rank in range(2)} for host in "ab"}
+    round_ = make_round("ab", generation=3, restore=(2, 7))
+    same, fewer = (replace(round_, made_by=made_by) for made_by in (2, 3))
+    assert everywhere(same, 2, held) == {(2, 7), (3, 8)}
+    assert everywhere(fewer, 2, held) == {(3, 8)}
 
 
 def test_more_replicas_than_hosts_are_one_on_each() -> None:

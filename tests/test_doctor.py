@@ -128,8 +128,10 @@ def test_slots_on_a_disk(patient: Patient, tmp_path: Path) -> None:
 
 
 def test_more_state_than_memory(patient: Patient) -> None:
-    report = patient.doctor("--state-gb", "100000", "--persist")
-    report.says("memory", "fail", found="and 1 copies to persist", remedy="--rr-replicas")
+    report = patient.doctor("--state-gb", "100000", "--persist", "--keep", "4")
+    report.says(
+        "memory", "fail", found="(5 slots * 1 replicas * 1 ranks and 1 copies to persist", remedy="--rr-replicas"
+    )
 
 
 @ROOT

@@ -1,5 +1,6 @@
 """`--nnodes MIN:MAX`: a run keeps the size that can restore what is committed; with nothing committed it is elastic."""
 
+import os
 import subprocess
 import sys
 import time
@@ -204,6 +205,23 @@ def test_elastic_run_goes_on_without_a_lost_host_and_grows_when_it_is_back(run: 
     of_steps = {step: next(sizes[end] for end in sizes if step <= end) for step in range(1, elastic.steps + 1)}
     elastic.assert_trained([first, *back], of_steps)
     assert "goes on with fewer after 1 s without a host; lost: c" in first.output
+
+
+def test_a_step_of_another_number_of_ranks_is_not_kept_as_an_older_one(
+    run: Run, etcd_endpoint: str, tmp_path: Path
+) -> None:
+    """All hosts hold it of all ranks that are left, but the rest of it is lost or given up."""
+    (tmp_path / "rr.toml").write_text("[replication]\nkeep = 4\n")
+    elastic = Elastic(run, "--rr-replicas", "3", "--rr-config", str(tmp_path / "rr.toml"))
+    first, second, third = elastic.launch("abc", "2:3")
+    elastic.train(6, [first, second, third], 3)
+    third.lose()
+    elastic.train(9, [first, second], 2)
+    command = [RESILIENTCTL, "rollback", run.root.name, "--etcd-endpoint", etcd_endpoint, "--to", "0"]
+    environ = {**os.environ, "RESILIENT_RUN_DIR": str(first.run_dir)}
+    told = subprocess.run(command, capture_output=True, text=True, check=False, env=environ).stderr
+    assert "; these are: 7" in told
+    elastic.assert_trained([first, second], {step: 3 if step < 7 else 2 for step in range(1, elastic.steps + 1)})
 
 
 @pytest.mark.parametrize("how", ["drain", "SIGTERM"])

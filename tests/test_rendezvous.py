@@ -542,11 +542,21 @@ def begun(launchers: Launchers, min_nodes: int, max_nodes: int) -> None:
     launchers.ask(lambda etcd: agree(etcd, launchers.run_id, terms, abandoned=False))
 
 
-def test_damaged_watermark_is_named(launchers: Launchers) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("state/watermark", {"step": "x"}),
+        ("state/watermark/older", {"pairs": [[1, "x"]]}),
+        ("state/watermark/older", {}),
+    ],
+    ids=["newest", "older", "none"],
+)
+def test_damaged_watermark_is_named(launchers: Launchers, key: str, value: dict[str, Any]) -> None:
+    """Whoever deletes what is damaged loses nothing else."""
     begun(launchers, 1, 1)
     launchers.make("a", (1, 1))
-    launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}state/watermark", {"step": "x"}))
-    with pytest.raises(RendezvousStateError, match=r"state/watermark is damaged .*; delete it"):
+    launchers.ask(lambda etcd: etcd.put(launchers.prefix + key, value))
+    with pytest.raises(RendezvousStateError, match=rf"{key} is damaged .*; delete it"):
         launchers.handlers["a"].next_rendezvous()
 
 
@@ -554,17 +564,17 @@ def test_watermark_that_moves_while_a_round_is_formed(launchers: Launchers, monk
     handler = launchers.make("a", (1, 1))
     launchers.joined("a")
     put_watermark(launchers, 1, 41)
-    get = Etcd.get
+    listed = Etcd.list
     moved = []
 
-    async def get_then_move(self: Etcd, key: str) -> Entry | None:
-        entry = await get(self, key)
-        if key.endswith("state/watermark") and not moved:
-            moved.append(key)
-            await self.put(key, {"generation": 1, "step": 42})
-        return entry
+    async def list_then_move(self: Etcd, prefix: str) -> dict[str, Entry]:
+        entries = await listed(self, prefix)
+        if prefix.endswith("state/watermark") and not moved:
+            moved.append(prefix)
+            await self.put(prefix, {"generation": 1, "step": 42})
+        return entries
 
-    monkeypatch.setattr(Etcd, "get", get_then_move)
+    monkeypatch.setattr(Etcd, "list", list_then_move)
     launchers.joined("a")
     assert moved
     assert handler.round is not None

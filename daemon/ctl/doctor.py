@@ -37,7 +37,8 @@ _SHOWN = {FAIL: "FAIL", WARN: "warn"}
     show_default=True,
     help="As --rr-replicas of the run.",
 )
-@click.option("--persist", is_flag=True, help="The run has a persistent tier (--rr-persist).")
+@click.option("--keep", type=click.IntRange(1, 64), default=1, show_default=True, help="As replication.keep.")
+@click.option("--persist", is_flag=True, help="As --rr-persist.")
 @click.option("--peer", "peers", multiple=True, metavar="HOST[:PORT]", help="Another host of the run; repeatable.")
 @click.option(
     "--port",
@@ -63,6 +64,7 @@ def doctor(
     state_gb: float | None,
     nproc: int,
     replicas: int,
+    keep: int,
     persist: bool,
     peers: tuple[str, ...],
     ports: range | None,
@@ -88,6 +90,7 @@ def doctor(
         state_bytes=None if state_gb is None else int(state_gb * (1 << 30)),
         nproc=nproc,
         replicas=replicas,
+        keep=keep,
         persists=persist or bool(os.environ.get("RESILIENT_PERSIST")),
         ports=ports,
         has_key=key is not None,

@@ -20,6 +20,7 @@ class RunPlan:
         state_bytes: Bytes of one rank's state, None when nobody said.
         nproc: Ranks of this host.
         replicas: Hosts that hold each rank's state, its own included.
+        keep: Committed steps that stay in memory.
         persists: It has a persistent tier.
         ports: Where the daemon may listen for those of other hosts, None for any port.
         has_key: The hosts have a run key.
@@ -33,6 +34,7 @@ class RunPlan:
     state_bytes: int | None = None
     nproc: int = 1
     replicas: int = 2
+    keep: int = 1
     persists: bool = False
     ports: range | None = None
     has_key: bool = False
@@ -51,11 +53,13 @@ class RunPlan:
             return None
         # As many hosts keep something here as keep something of ours.
         kept_ranks = self.nproc * (self.replicas if self.several_hosts else 1)
-        return host_bytes(self.state_bytes, kept_ranks=kept_ranks, copied_ranks=self.nproc * self.persists)
+        copied_ranks = self.nproc * self.persists
+        return host_bytes(self.state_bytes, kept_ranks=kept_ranks, copied_ranks=copied_ranks, keep=self.keep)
 
     @property
     def formula(self) -> str:
         """Where `slots_bytes` comes from."""
         hosts = self.replicas if self.several_hosts else 1
         copies = f" and {self.nproc} copies to persist" if self.persists else ""
-        return f"2 slots * {hosts} replicas * {self.nproc} ranks{copies}, {shown(self.state_bytes or 0)} each"
+        each = shown(self.state_bytes or 0)
+        return f"{self.keep + 1} slots * {hosts} replicas * {self.nproc} ranks{copies}, {each} each"

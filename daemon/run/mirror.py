@@ -128,9 +128,9 @@ def pair_of_entry(entry: Entry | None, what: str = "pair") -> Pair | None:
     return None if entry is None else Fields(entry.value, what).pair()
 
 
-def parse_pairs(value: Mapping[str, Any]) -> tuple[Pair, ...]:
+def parse_pairs(value: Mapping[str, Any], what: str = "pairs") -> tuple[Pair, ...]:
     """Return the pairs that a value lists; DaemonError when it is malformed."""
-    return Fields(value, "pairs").made("pairs", "a list of pairs", lambda pairs: tuple(map(pair_of, pairs)))
+    return Fields(value, what).made("pairs", "a list of pairs", lambda pairs: tuple(map(pair_of, pairs)))
 
 
 _DIGITS = 19

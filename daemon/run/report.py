@@ -167,10 +167,14 @@ class Report(Record):
 
 
 def complete(round_: Round, kept_ranks: Iterable[int], held: Held) -> frozenset[Pair]:
-    """Return the pairs of the timeline of `round_` of which a host holds all the ranks that it must keep."""
+    """Return the pairs of the timeline of `round_` of which a host holds all the ranks that it must keep.
+
+    What the round restores is none if another number of ranks captured it: the ranks of the round are not all of it.
+    """
     kept = [frozenset(held.get(rank, ())) for rank in kept_ranks]
-    common = frozenset.intersection(*kept) if kept else ()
-    return frozenset(pair for pair in common if not is_dead(pair, round_))
+    common = frozenset.intersection(*kept) if kept else frozenset[Pair]()
+    other = {round_.restore} if round_.reshapes else set()
+    return frozenset(pair for pair in common - other if not is_dead(pair, round_))
 
 
 def added(own: Report, below: Iterable[str], reports: Mapping[str, Report]) -> Report:

@@ -180,16 +180,17 @@ class Membership:
         """Form the generation after that of `view`, unless someone was first, or watermark, end or another run came.
 
         Raises:
-            RendezvousStateError: The watermark is not of its form.
+            RendezvousStateError: The watermark, or what stays beside it, is not of its form.
         """
-        watermark_key = self._prefix + keys.WATERMARK
-        found = await self._etcd.list(watermark_key)
-        watermark, older_entry = found.get(watermark_key), found.get(self._prefix + keys.OLDER)
+        key, older_key = self._prefix + keys.WATERMARK, self._prefix + keys.OLDER
+        found = await self._etcd.list(key)
+        watermark, older_entry = found.get(key), found.get(older_key)
         try:
             restore = pair_of_entry(watermark)
+            key = older_key
             older = () if older_entry is None else parse_pairs(older_entry.value)
         except DaemonError as error:
-            raise RendezvousStateError(f"etcd key {watermark_key} is damaged ({error}); delete it") from error
+            raise RendezvousStateError(f"etcd key {key} is damaged ({error}); delete it") from error
         elastic = view.elastic_s is not None
         if restore is not None and not is_import(restore) and view.bound is None and view.round and not elastic:
             # Committed after `members` were chosen: they may be more or fewer ranks than can restore it.
