@@ -43,6 +43,8 @@ def test_message_decodes_to_what_was_chosen(name: str, numel: int, dtype: torch.
     elif name in ("int8", "fp8"):
         codes, scales = quantize(dense, name)  # type: ignore[arg-type]
         assert torch.equal(decoded, dequantize(codes, scales, numel).to(dtype))
+    elif name not in ("efsignsgd", "onebit"):
+        pytest.fail(f"say here what messages of {name} decode to")
     else:
         assert torch.equal(decoded < 0, dense < 0)
         means = {

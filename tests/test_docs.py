@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from resilient_run.comm.compress.compressors import NAMES
+from resilient_run.comm.schemes import SCHEMES
 from resilient_run.daemon.base.policy import Policy
+from resilient_run.daemon.run.faults import KINDS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -368,3 +371,10 @@ def test_the_page_of_engines_has_every_case() -> None:
     ways = re.search(r'parametrize\(\n    "way",(.*?)^\)', fsdp1, re.M | re.S)
     assert ways is not None
     assert set(re.findall(r'"([^"]+)"', ways[1])) <= listed
+
+
+@pytest.mark.parametrize(("page", "names"), [("injection.md", [*KINDS]), ("comm.md", sorted({*SCHEMES, *NAMES}))])
+def test_every_fault_scheme_and_compressor_has_a_row(page: str, names: list[str]) -> None:
+    rows = "\n".join(line for line in (DOCS / page).read_text().splitlines() if line.startswith("|"))
+    missing = [name for name in names if f"`{name}`" not in rows]
+    assert not missing, f"add a row to a table of docs/{page} for {missing}"

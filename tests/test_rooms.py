@@ -249,4 +249,5 @@ def test_no_two_classes_have_one_name() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(module)
-    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+    twice = {name: modules for name, modules in places.items() if len(modules) > 1}
+    assert not twice, f"a class name is used once in the whole product; rename the new one of {twice}"
