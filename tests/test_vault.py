@@ -139,6 +139,26 @@ def test_watermark_survives_a_change_of_geometry(shm_dir: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_older_pairs_survive_a_change_of_geometry(shm_dir: Path) -> None:
+    """There is one file more than usual meanwhile, as without older pairs; those of the new size become more."""
+
+    def after(step: int) -> Agreed:
+        older = (Pair(1, step - 2), Pair(1, step - 1))
+        return Agreed(committed=Pair(1, step), next=Pair(1, step + 1), older=older)
+
+    async def scenario() -> None:
+        slots = open_vault(shm_dir).open(replace(record(), keep=3))
+        for step in (1, 2, 3):
+            await place(slots, (1, step), None)
+        for step, files, lent in ((3, 5, 2), (4, 4, 2), (5, 4, 3), (6, 4, 4), (7, 4, 4)):
+            found = await slots.allocate(3, LARGE, agreed=after(step))
+            assert (len(list(slots.files())), len(found)) == (files, lent)
+            assert {(1, step - 2), (1, step - 1), (1, step)} <= slots.held()[3]
+            fill(next(file for file in found if after(step).may_overwrite(file.pair)), (1, step + 1))
+
+    asyncio.run(scenario())
+
+
 def test_round_clears_what_it_did_not_restore(shm_dir: Path) -> None:
     async def scenario() -> None:
         slots = open_vault(shm_dir).open(record())

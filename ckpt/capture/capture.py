@@ -85,6 +85,7 @@ class Capturer:
         self._closing = False
         self._preferred_offset = 0
         self._stale = True  # the slots must be asked for, again after each attachment
+        self._lacked = 0  # the step for which that was done because none was free
         self._refused: CapturePlan | None = None
         self._refused_s = 0.0
         self._patience_spent = False  # larger slots did not come in time; not waited for again before they do
@@ -400,6 +401,9 @@ class Capturer:
     def _claim(self, capture: _Capture, phase: _Phase) -> None:
         if not self._outgrown(capture):
             capture.target = self._slots.take(capture.step)
+            if capture.target is None and self._slots.lacks(capture.step) and self._lacked < capture.step:
+                # Older pairs were in files of another size when these were asked for; those may have gone since.
+                self._lacked, self._stale = capture.step, True
         if capture.target is not None:
             capture.phase = phase
 

@@ -179,6 +179,10 @@ class RankSlots:
             self._taken = step
         return free
 
+    def lacks(self, step: int) -> bool:
+        """Tell whether no slot is free for the capture of `step`, which is to be made now."""
+        return self.wants(step) and self._taken < self.next
+
     @property
     def uncommitted(self) -> int | None:
         """The step of the newest capture while it may yet be committed, None otherwise."""

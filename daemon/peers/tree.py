@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from heapq import nlargest
 
 from resilient_run.ckpt.errors import DaemonError, WireError
 from resilient_run.ckpt.format import wire
@@ -99,7 +100,8 @@ class ReportTree:
             self._heard += 1
         pairs = complete(tree.round, view.kept_ranks, self._slots.held()) if self._slots.adopted else frozenset()
         missed = view.missed if view.missed is not None and view.missed.next == view.agreed.next else None
-        claims = self._claims(pair for pair in pairs if pair[0] == view.generation)
+        # Older ones that stay in memory are compared no more.
+        claims = self._claims(pair for pair in nlargest(2, pairs) if pair[0] == view.generation)
         unhealthy = {pair: told for pair, told in view.unhealthy_here.items() if pair.generation == view.generation}
         own = Report(term=term, complete=pairs, missed=missed, claims=claims, unhealthy=unhealthy)
         below = (*tree.below(view.host), *(sorted(self.beside) if view.is_root else ()))

@@ -188,12 +188,14 @@ class JobSlots:
     async def allocate(self, rank: int, geometry: Geometry, *, agreed: Agreed) -> list[SlotFile]:
         """Return files of `rank` that have room for `geometry`; those that exist are kept as they are.
 
+        While older pairs stay in files of another size there are fewer, at least two: more once those may go.
+
         Raises:
             MemoryBudgetError: New files do not fit.
         """
         async with self._changing:
             fitting = self._fitting(rank, geometry, agreed)
-            while len(fitting) < self.per_rank:
+            while len(fitting) < 2 or len(self._files.get(rank, ())) < self.per_rank:
                 fitting.append(await self._create(rank, geometry))
             return fitting[-self.per_rank :]
 
