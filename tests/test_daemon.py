@@ -235,8 +235,9 @@ def test_standby_without_room_stops_no_commits(hosts: Hosts) -> None:
     wait_until(lambda: hosts["a"].status()["jobs"][0]["holders"] == ["a", "b"], timeout_s=30, what="the standby")
     hosts.commit([trainer], [1, 2])
     assert hosts["b"].held() == {}
-    (shown,) = hosts["b"].status()["jobs"][0]["observations"]
-    assert (shown["kind"], shown["rank"]) == ("memory", 0)
+    seen = hosts["b"].status()["jobs"][0]["observations"]
+    # A machine that has much to do is seen, too.
+    assert [each["rank"] for each in seen if each["kind"] != "load"] == [0], seen
     hosts["b"].drop_clients()
     hosts["b"].open()
     wait_until(lambda: hosts["b"].held() == {0: {(1, 2)}}, timeout_s=30, what="the replica")

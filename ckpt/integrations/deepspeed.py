@@ -76,6 +76,7 @@ class EngineState:
             )
         _refuse(engine, kind)
         self._engine = engine
+        self._described: tuple[Any, ...] = ((), (), "")
 
     def covers(self) -> tuple[Any]:
         """Return what this shows all of (`foreign.py`)."""
@@ -120,7 +121,7 @@ class EngineState:
             "counts": {name: getattr(engine, name) for name in _COUNTS},
             "norm": engine._global_grad_norm,
             "rng": dict(_tracker().get_states()),
-            FLAT: encode(self._ranges(masters)),
+            FLAT: self._flats(masters),
         }
 
     @torch.no_grad()
@@ -177,6 +178,17 @@ class EngineState:
         """Yield name and tensor of parameters, of partitioned ones this rank's part."""
         for name, parameter in self._engine.module.named_parameters():
             yield name, getattr(parameter, "ds_tensor", parameter).detach()
+
+    def _flats(self, masters: list[torch.Tensor]) -> str:
+        """Return what describes the flat tensors, made again only if something has another tensor."""
+        named = dict(self._engine.module.named_parameters())
+        partitions = [getattr(parameter, "ds_tensor", None) for parameter in named.values()]
+        # They are kept, so that nothing else can have their ids.
+        depends_on = [self._engine.optimizer, *masters, *named.values(), *partitions]
+        key = [*named, *map(id, depends_on)]
+        if self._described[0] != key:
+            self._described = key, depends_on, encode(self._ranges(masters))
+        return str(self._described[2])
 
     def _ranges(self, masters: list[torch.Tensor]) -> dict[str, Ranges]:
         """Return what partitions have of parameters, by their paths in the state, or why that cannot be told."""

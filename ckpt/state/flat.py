@@ -4,7 +4,9 @@ What is described by no range is padding, and belongs to nobody.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -64,35 +66,64 @@ def _range(name: str, shape: list[int], begin: int, at: int, size: int) -> Range
     return Range(name, tuple(shape), begin, at, size)
 
 
-def of_units(prefixes: Mapping[int, str], units: Iterable[Any]) -> dict[int, Ranges]:
-    """Return the ranges of the tensors in which units of FSDP1 have their parameters, by the id of each.
+class Unit(NamedTuple):
+    """What tells which ranges of its parameters a unit of FSDP1 has: a value, of which a description is made once.
+
+    `names` and `of` are of every parameter, those in several places after the others: its name, and the number of what
+    has its shape and shard. `tensors` are the ids of what has them, all the same without the original parameters.
+    """
+
+    is_told: bool
+    is_flat: bool
+    names: tuple[str, ...]
+    of: tuple[int, ...]
+    tensors: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    shards: tuple[Any, ...]
+
+
+def units_of(prefixes: Mapping[int, str], units: Iterable[Any]) -> Iterator[Unit]:
+    """Yield what tells the ranges of `units`, which are instances of FullyShardedDataParallel.
 
     Args:
         prefixes: What stands before the names of a module's parameters, by its id.
-        units: Instances of FullyShardedDataParallel.
+        units: The units.
     """
+    for unit in units:
+        if (flat := unit._flat_param) is None:
+            continue
+        owned, shared = flat._param_infos, flat._shared_param_infos
+        of = [*range(len(owned))]
+        if shared:
+            numbers = {(id(info.module), info.param_name): number for number, info in enumerate(owned)}
+            of += [numbers[id(info.prim_module), info.prim_param_name] for info in shared]
+        is_flat = flat._params is None
+        yield Unit(
+            # Of one that is not contiguous, the flat tensor has the memory as it lay; of a DTensor, a shard.
+            is_told=all(flat._contiguities) and not any(flat._param_extensions),
+            is_flat=is_flat,
+            names=tuple([prefixes[id(info.module)] + info.param_name for info in chain(owned, shared)]),
+            of=tuple(of),
+            tensors=(id(flat),) * len(of) if is_flat else tuple(map(id, chain(flat._params, flat._shared_params))),
+            shapes=flat._shapes,
+            shards=flat._shard_param_infos,
+        )
+
+
+@lru_cache(maxsize=16)
+def describe(parameters: tuple[tuple[str, int], ...], units: tuple[Unit, ...]) -> str:
+    """Return the text below `FLAT` for `parameters`, path and id of each tensor."""
     from torch.distributed.fsdp._common_utils import clean_tensor_name
 
     found: dict[int, Ranges] = {}
     for unit in units:
-        if (flat := unit._flat_param) is None:
-            continue
-        # Of one that is not contiguous, the flat tensor has the memory as it lay; of a DTensor, a shard.
-        is_plain = all(flat._contiguities) and not any(flat._param_extensions)
-        parts = {
-            (id(info.module), info.param_name): (tuple(shape), shard)
-            for info, shape, shard in zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
-        }
-        infos = [(key, key) for key in parts]
-        for info in flat._shared_param_infos:
-            infos.append(((id(info.module), info.param_name), (id(info.prim_module), info.prim_param_name)))
-        tensors = [flat] * len(infos) if flat._params is None else [*flat._params, *flat._shared_params]
-        for ((module, own), of), tensor in zip(infos, tensors, strict=True):
-            shape, shard = parts[of]
-            ranges = found.setdefault(id(tensor), [] if is_plain else _UNTOLD)
+        for name, number, tensor in zip(unit.names, unit.of, unit.tensors, strict=True):
+            shape, shard = unit.shapes[number], unit.shards[number]
+            ranges = found.setdefault(tensor, [] if unit.is_told else _UNTOLD)
             if isinstance(ranges, list) and shard.in_shard and shard.numel_in_shard:
                 # With the original parameters, each is a tensor of its own.
-                at = shard.offset_in_shard if tensor is flat else 0
-                name = clean_tensor_name(prefixes[module] + own)
-                ranges.append(Range(name, shape, shard.intra_param_start_idx, at, shard.numel_in_shard))
-    return found
+                at = shard.offset_in_shard if unit.is_flat else 0
+                ranges.append(
+                    Range(clean_tensor_name(name), shape, shard.intra_param_start_idx, at, shard.numel_in_shard)
+                )
+    return encode({path: found[tensor] for path, tensor in parameters if tensor in found})

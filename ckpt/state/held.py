@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import StateError
 from ..format.manifest import leaf_paths
-from .flat import FLAT, encode, of_units
+from .flat import FLAT, describe, units_of
 from .memory import Extents, digest
 from .tree import Flattener, Leaf, extent, is_strided
 
@@ -150,17 +150,18 @@ def _local_state(module: torch.nn.Module, units: list[Any]) -> dict[str, Any]:
     state: dict[str, Any] = OrderedDict()
     for prefix, inner in inside(module, units):
         inner._save_to_state_dict(state, prefix, False)
-    ranges = of_units({id(inner): prefix for prefix, inner in inside(module, [])}, units)
+    prefixes = {id(inner): prefix for prefix, inner in inside(module, [])}
     parameters = list(named_parameters(module))
     state.update((key, local(tensor).detach()) for key, tensor in parameters)
-    state[FLAT] = encode({key: ranges[id(tensor)] for key, tensor in parameters if id(tensor) in ranges})
+    state[FLAT] = describe(tuple([(key, id(tensor)) for key, tensor in parameters]), (*units_of(prefixes, units),))
     return state
 
 
 def inside(module: torch.nn.Module, units: list[Any]) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the prefixes of keys, and the modules, but for FSDP1's own, which have hooks that gather."""
+    own = set(map(id, units))
     for prefix, inner in module.named_modules(remove_duplicate=False):
-        if not any(inner is unit for unit in units):
+        if id(inner) not in own:
             yield f"{prefix}." if prefix else "", inner
 
 

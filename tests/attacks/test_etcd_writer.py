@@ -7,6 +7,7 @@ from cluster import wait_until
 from hosts import Hosts, Trainer, payload, restored_bytes
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
+from resilient_run.daemon.run.life import sweep
 
 pytestmark = pytest.mark.jobs
 
@@ -105,8 +106,8 @@ def test_a_new_life_begins_with_the_first_generation(hosts: Hosts) -> None:
     hosts.commit(trainers, [3, 4])
     for name in "ab":
         hosts[name].drop_clients()
-    for key in ("rdzv/job", "rdzv/round", "state/watermark"):
-        hosts.etcd(lambda etcd, key=key: etcd.delete(f"{hosts.prefix}{key}"))
+    hosts.etcd(lambda etcd: etcd.delete(f"{hosts.prefix}rdzv/job"))
+    assert hosts.etcd(lambda etcd: etcd.commit(*sweep().below(hosts.prefix)))
     hosts.create_job("second")
     for name in "ab":
         hosts[name].open(run_key=KEY)
