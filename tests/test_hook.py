@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import assert_killed_goes_on
+from every_scheme import LOSSLESS, others
 from launchers import run_trainers, start_python
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
@@ -29,11 +30,10 @@ pytestmark = pytest.mark.jobs
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "lstm_lm.py")
 TRAINER = str(Path(__file__).parent / "hook_trainer.py")
-LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "zen+hosts+sparse")
-REMEMBERING = (
-    "dgc", "dgc+hsdp+tensor", "efsignsgd+hsdp", "fp8+hosts", "int8", "int8+hsdp", "onebit",
-    "randomk+hosts", "spardl", "powersgd", "powersgd+hosts", "spardl+bruck", "topk+hsdp", "topk+sparse",
-    "topk-a", "zen",
+LIKE_NONE = (*LOSSLESS, "zen+sparse", "zen+hosts", "zen+hosts+sparse")
+SWITCHED = (
+    "dgc", "dgc+hsdp+tensor", "efsignsgd+hsdp", "fp8+hosts", "int8", "int8+hsdp", "powersgd", "powersgd+hosts",
+    "randomk+hosts", "spardl", "spardl+bruck", "topk+hsdp", "topk+sparse",
 )  # fmt: skip
 HSDP = ("", "+accumulate", "+hold")
 
@@ -156,7 +156,7 @@ def test_three_replicas_are_summed_as_by_hybrid_sharding() -> None:
 
 def test_killed_worker_goes_on_bit_by_bit(tmp_path: Path) -> None:
     """Every scheme that remembers something, on four ranks: SparDL's two teams have two members each."""
-    assert_killed_goes_on(tmp_path, 4, [TRAINER, *REMEMBERING, "--steps", "9"], ["--kill-at", "6"])
+    assert_killed_goes_on(tmp_path, 4, [TRAINER, *SWITCHED, *others(SWITCHED), "--steps", "9"], ["--kill-at", "6"])
 
 
 def test_example_has_the_losses_of_ddp() -> None:

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 from cluster import assert_killed_goes_on
+from every_scheme import LOSSLESS, others
 from launchers import run_trainers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 HERE = Path(__file__).parent
 HOOK, LOCAL, RANKS = (str(HERE / name) for name in ("hook_trainer.py", "local_trainer.py", "nccl_ranks.py"))
-LIKE_NONE = ("dense", "zen", "zen+sparse", "zen+hosts", "none+hsdp", "dense+hsdp", "zen+hsdp")
-REMEMBERING = (
-    "dgc", "fp8+hosts", "int8", "int8+hsdp", "onebit", "powersgd", "spardl", "topk+hsdp", "topk+sparse", "zen",
-)  # fmt: skip
+LIKE_NONE = (*LOSSLESS, "zen+sparse", "zen+hosts", "none+hsdp", "dense+hsdp", "zen+hsdp")
+SWITCHED = ("fp8+hosts", "int8", "int8+hsdp", "topk+hsdp", "topk+sparse")
 SUMMED_IN_HALF = {"bf16": 1e-2, "fp16": 1e-3}
 """Each addition rounds, and the libraries add in orders of their own."""
 
@@ -66,7 +65,7 @@ def test_training_is_that_of_plain_ddp() -> None:
 
 @pytest.mark.parametrize(
     "script",
-    [(HOOK, *REMEMBERING), (LOCAL, "int8"), (LOCAL, "topk", "--fragments", "2", "--delay", "2")],
+    [(HOOK, *SWITCHED, *others(SWITCHED)), (LOCAL, "int8"), (LOCAL, "topk", "--fragments", "2", "--delay", "2")],
     ids=["hook", "local", "streaming"],
 )
 def test_killed_worker_goes_on_bit_by_bit(script: tuple[str, ...], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from ranks import run_hosts
 
 from resilient_run.comm.compress.compressor import Compressor
-from resilient_run.comm.compress.compressors import named
+from resilient_run.comm.compress.compressors import NAMES, named
 from resilient_run.comm.compress.feedback import ErrorFeedback
 from resilient_run.comm.espresso.cost import Holding, held_after
 from resilient_run.comm.net.fabric import Fabric
@@ -205,7 +205,7 @@ def test_messages_in_parts_send_no_more(netlab: Callable[..., NetLab]) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["topk", "randomk", "int8", "efsignsgd", "onebit"])
+@pytest.mark.parametrize("name", [name for name in NAMES if named(name).message_bytes(NUMEL, torch.float32)])
 @pytest.mark.parametrize(("hosts", "per_host"), [(1, 4), (3, 1), (2, 3)])
 def test_every_compressor_sends_what_it_costs(
     netlab: Callable[..., NetLab], name: str, hosts: int, per_host: int
