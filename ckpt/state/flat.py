@@ -4,7 +4,8 @@ What is described by no range is padding, and belongs to nobody.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -35,6 +36,26 @@ Ranges = Sequence[Range] | str
 """What a flat tensor has, or why that cannot be told."""
 
 
+class Description:
+    """The text below `FLAT`, which is made again only where it depends on something else: a step has no time for it."""
+
+    def __init__(self) -> None:
+        self._key: list[Any] | None = None
+        self._kept: list[Any] = []
+        self._text = ""
+
+    def of(self, names: Sequence[Any], depends_on: list[Any], describe: Callable[[], Mapping[str, Ranges]]) -> str:
+        """Return what `describe` tells, which is the same where `names` are equal and `depends_on` are these objects.
+
+        Those are kept, so that no others come to have their ids.
+        """
+        key = [*names, *map(id, depends_on)]
+        if key != self._key:
+            self._text = encode(describe())
+            self._key, self._kept = key, depends_on
+        return self._text
+
+
 def encode(flats: Mapping[str, Ranges]) -> str:
     """Return the text below `FLAT`."""
     return json.dumps(flats)
@@ -48,7 +69,7 @@ def parse(text: Any) -> dict[str, Ranges]:
     """
     try:
         return {
-            path: ranges if isinstance(ranges, str) else tuple(_range(*each) for each in ranges)
+            path: ranges if isinstance(ranges, str) else _apart(tuple(_range(*each) for each in ranges))
             for path, ranges in json.loads(text).items()
         }
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
@@ -62,6 +83,15 @@ def _range(name: str, shape: list[int], begin: int, at: int, size: int) -> Range
     if not size or begin + size > prod(shape):
         raise ValueError(f"{size} elements of {name!r:.80} of shape {shape}, from {begin} on")
     return Range(name, tuple(shape), begin, at, size)
+
+
+def _apart(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+    """Return `ranges`, which have nothing in common but what is one parameter under several names."""
+    for one, other in pairwise(sorted(ranges, key=lambda each: (each.at, each.size, each.name))):
+        is_same = (one.at, one.size) == (other.at, other.size) and one.name != other.name
+        if other.at < one.at + one.size and not is_same:
+            raise ValueError(f"{one.name!r:.80} and {other.name!r:.80} overlap at {other.at}")
+    return ranges
 
 
 def of_units(prefixes: Mapping[int, str], units: Iterable[Any]) -> dict[int, Ranges]:

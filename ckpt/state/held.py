@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import StateError
 from ..format.manifest import leaf_paths
-from .flat import FLAT, encode, of_units
+from .flat import FLAT, Description, Ranges, of_units
 from .memory import Extents, digest
 from .tree import Flattener, Leaf, extent, is_strided
 
@@ -36,6 +36,7 @@ _KEPT: Final = {
 Those that are not here have them from the start, or other ones.
 """
 _ASKED: Final = ("momentum", "amsgrad", "centered")
+_DESCRIBED: Final = weakref.WeakKeyDictionary[torch.nn.Module, Description]()
 _LEAVES: Final = (
     torch.Tensor,
     torch.nn.Module,
@@ -148,19 +149,31 @@ def _local_state(module: torch.nn.Module, units: list[Any]) -> dict[str, Any]:
             "ended: call step() after it"
         )
     state: dict[str, Any] = OrderedDict()
-    for prefix, inner in inside(module, units):
-        inner._save_to_state_dict(state, prefix, False)
-    ranges = of_units({id(inner): prefix for prefix, inner in inside(module, [])}, units)
+    own = set(map(id, units))
+    prefixes: dict[int, str] = {}
+    for prefix, inner in inside(module, []):
+        prefixes[id(inner)] = prefix
+        if id(inner) not in own:
+            inner._save_to_state_dict(state, prefix, False)
     parameters = list(named_parameters(module))
     state.update((key, local(tensor).detach()) for key, tensor in parameters)
-    state[FLAT] = encode({key: ranges[id(tensor)] for key, tensor in parameters if id(tensor) in ranges})
+
+    def describe() -> dict[str, Ranges]:
+        ranges = of_units(prefixes, units)
+        return {key: ranges[id(tensor)] for key, tensor in parameters if id(tensor) in ranges}
+
+    # Modules and parameters with these ids are those of units that have these shards.
+    shards = [unit._flat_param._shard_param_infos for unit in units if unit._flat_param is not None]
+    names = [*prefixes.items(), *((key, id(tensor)) for key, tensor in parameters)]
+    state[FLAT] = _DESCRIBED.setdefault(module, Description()).of(names, shards, describe)
     return state
 
 
 def inside(module: torch.nn.Module, units: list[Any]) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the prefixes of keys, and the modules, but for FSDP1's own, which have hooks that gather."""
+    own = set(map(id, units))
     for prefix, inner in module.named_modules(remove_duplicate=False):
-        if not any(inner is unit for unit in units):
+        if id(inner) not in own:
             yield f"{prefix}." if prefix else "", inner
 
 
