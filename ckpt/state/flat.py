@@ -94,12 +94,15 @@ def _apart(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
     return ranges
 
 
-def of_units(prefixes: Mapping[int, str], units: Iterable[Any]) -> dict[int, Ranges]:
-    """Return the ranges of the tensors in which units of FSDP1 have their parameters, by the id of each.
+def of_units(
+    prefixes: Mapping[int, str], units: Iterable[Any], tensors: Iterable[tuple[str, Any]]
+) -> dict[str, Ranges]:
+    """Return the ranges of those of `tensors` in which units of FSDP1 have their parameters, by path.
 
     Args:
         prefixes: What stands before the names of a module's parameters, by its id.
         units: Instances of FullyShardedDataParallel.
+        tensors: Paths and tensors.
     """
     from torch.distributed.fsdp._common_utils import clean_tensor_name
 
@@ -125,4 +128,4 @@ def of_units(prefixes: Mapping[int, str], units: Iterable[Any]) -> dict[int, Ran
                 at = shard.offset_in_shard if tensor is flat else 0
                 name = clean_tensor_name(prefixes[module] + own)
                 ranges.append(Range(name, shape, shard.intra_param_start_idx, at, shard.numel_in_shard))
-    return found
+    return {path: found[id(tensor)] for path, tensor in tensors if id(tensor) in found}

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import StateError
 from ..format.manifest import leaf_paths
-from .flat import FLAT, Description, Ranges, of_units
+from .flat import FLAT, Description, of_units
 from .memory import Extents, digest
 from .tree import Flattener, Leaf, extent, is_strided
 
@@ -149,23 +149,16 @@ def _local_state(module: torch.nn.Module, units: list[Any]) -> dict[str, Any]:
             "ended: call step() after it"
         )
     state: dict[str, Any] = OrderedDict()
-    own = set(map(id, units))
-    prefixes: dict[int, str] = {}
-    for prefix, inner in inside(module, []):
-        prefixes[id(inner)] = prefix
-        if id(inner) not in own:
-            inner._save_to_state_dict(state, prefix, False)
+    for prefix, inner in inside(module, units):
+        inner._save_to_state_dict(state, prefix, False)
+    prefixes = {id(inner): prefix for prefix, inner in inside(module, [])}
     parameters = list(named_parameters(module))
     state.update((key, local(tensor).detach()) for key, tensor in parameters)
-
-    def describe() -> dict[str, Ranges]:
-        ranges = of_units(prefixes, units)
-        return {key: ranges[id(tensor)] for key, tensor in parameters if id(tensor) in ranges}
-
     # Modules and parameters with these ids are those of units that have these shards.
     shards = [unit._flat_param._shard_param_infos for unit in units if unit._flat_param is not None]
     names = [*prefixes.items(), *((key, id(tensor)) for key, tensor in parameters)]
-    state[FLAT] = _DESCRIBED.setdefault(module, Description()).of(names, shards, describe)
+    description = _DESCRIBED.setdefault(module, Description())
+    state[FLAT] = description.of(names, shards, lambda: of_units(prefixes, units, parameters))
     return state
 
 
