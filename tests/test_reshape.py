@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from resilient_run.ckpt.convert.captures import of_slots
 from resilient_run.ckpt.convert.export import gather
-from resilient_run.ckpt.errors import RestoreError, StateError
+from resilient_run.ckpt.errors import RestoreError, SlotError, StateError
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot
 from resilient_run.ckpt.integrations.position import ResumableLoader
-from resilient_run.ckpt.state.flat import FLAT, Range, Ranges, encode
+from resilient_run.ckpt.state.flat import FLAT, Description, Range, Ranges, encode, parse
 from resilient_run.ckpt.state.state import TrainingState, get_rng, set_rng
 
 Registered = Callable[[int, int], dict[str, Any]]
@@ -268,6 +268,37 @@ def test_what_has_no_rule_is_refused_by_name(
     with pytest.raises(StateError, match=message):
         holders.load(state, 0, 1, 2)
     assert "own" not in state.values or state.values["own"] in (7, [1.5] * 8)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ([["weight", [8], -1, 0, 4]], "4 elements of 'weight', from -1 on at 0"),
+        ([["weight", [8], 0, 2**59, 4]], f"at {2**59}"),
+        ([["weight", [2**58, 2**58], 0, 0, 5]], r"own\.masters\.0 that is not there, or is shorter"),
+        ([["weight", [8], 0, 1, 4]], r"own\.masters\.0 that is not there, or is shorter"),
+        ([["weight", [3], 0, 0, 4]], r"4 elements of 'weight' of shape \[3\]"),
+        ([["weight", [8], 0, 0, 2], ["bias", [8], 0, 1, 3]], "'weight' and 'bias' overlap at 1"),
+        ([["weight", [8], 0, 0, 4], ["weight", [8], 4, 0, 4]], "'weight' and 'weight' overlap at 0"),
+        ([[0, [8], 0, 0, 4]], "4 elements of 0"),
+    ],
+)
+def test_ranges_that_cannot_be_are_refused(made: Callable[..., Holders], ranges: Any, message: str) -> None:
+    holders = made(lambda rank, _: {"own": Flats(ranges)}, 2)
+    with pytest.raises(SlotError, match=message):
+        holders.load(TrainingState({"own": Flats(half(0))}, rng=False), 0, 1, 2)
+
+
+def test_flat_tensors_are_described_again_where_they_are_others() -> None:
+    description, first, second = Description(), object(), object()
+    describe = lambda name: lambda: {"at": [Range(name, (8,), 0, 0, 4)]}  # noqa: E731
+    told = [
+        description.of(names, [depends_on], describe(str(number)))
+        for number, (names, depends_on) in enumerate(
+            [(["a"], first), (["a"], first), (["b"], first), (["b"], second), (["b"], second)]
+        )
+    ]
+    assert [parse(text)["at"][0][0] for text in told] == ["0", "0", "2", "3", "3"]
 
 
 def test_an_optimizer_of_other_parameters_is_refused(made: Callable[..., Holders]) -> None:

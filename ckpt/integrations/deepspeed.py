@@ -1,12 +1,12 @@
 """DeepSpeed: what an engine trains and counts on this rank, as one object to register with a `Checkpointer`."""
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
 from ..errors import StateError
-from ..state.flat import FLAT, Range, Ranges, encode
+from ..state.flat import FLAT, Description, Range, Ranges
 from .common import framework, freeze, frozen
 
 _COUNTS: Final = (
@@ -76,7 +76,7 @@ class EngineState:
             )
         _refuse(engine, kind)
         self._engine = engine
-        self._described: tuple[Any, ...] = ((), (), "")
+        self._description = Description()
 
     def covers(self) -> tuple[Any]:
         """Return what this shows all of (`foreign.py`)."""
@@ -106,8 +106,9 @@ class EngineState:
                 f"{type(inner).__qualname__} of the engine has states for something else than the weights that it "
                 "trains: it is not supported"
             )
+        named = dict(engine.module.named_parameters())
         return {
-            "parameters": dict(self._parameters()),
+            "parameters": {name: _part(parameter) for name, parameter in named.items()},
             "buffers": {name: buffer.detach() for name, buffer in engine.module.named_buffers()},
             "frozen": frozen(engine.module),
             "extra": {name: module.get_extra_state() for name, module in self._with_extra()},
@@ -121,7 +122,7 @@ class EngineState:
             "counts": {name: getattr(engine, name) for name in _COUNTS},
             "norm": engine._global_grad_norm,
             "rng": dict(_tracker().get_states()),
-            FLAT: self._flats(masters),
+            FLAT: self._flats(masters, named),
         }
 
     @torch.no_grad()
@@ -131,8 +132,8 @@ class EngineState:
         # ZeRO 3 may have small parameters whole, which are no views of the partitions; a forward pass gathers them.
         if whole := getattr(engine.optimizer, "persistent_parameters", ()):
             whole[0].partition(whole)
-        for name, tensor in self._parameters():
-            tensor.copy_(state["parameters"][name])
+        for name, parameter in engine.module.named_parameters():
+            _part(parameter).copy_(state["parameters"][name])
         for name, buffer in engine.module.named_buffers():
             buffer.copy_(state["buffers"][name])
         freeze(engine.module, state.get("frozen"))
@@ -174,21 +175,10 @@ class EngineState:
         inner = self._inner
         return [] if inner is None else [each for group in inner.param_groups for each in group["params"]]
 
-    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and tensor of parameters, of partitioned ones this rank's part."""
-        for name, parameter in self._engine.module.named_parameters():
-            yield name, getattr(parameter, "ds_tensor", parameter).detach()
-
-    def _flats(self, masters: list[torch.Tensor]) -> str:
-        """Return what describes the flat tensors, made again only if something has another tensor."""
-        named = dict(self._engine.module.named_parameters())
+    def _flats(self, masters: list[torch.Tensor], named: dict[str, torch.nn.Parameter]) -> str:
         partitions = [getattr(parameter, "ds_tensor", None) for parameter in named.values()]
-        # They are kept, so that nothing else can have their ids.
         depends_on = [self._engine.optimizer, *masters, *named.values(), *partitions]
-        key = [*named, *map(id, depends_on)]
-        if self._described[0] != key:
-            self._described = key, depends_on, encode(self._ranges(masters))
-        return str(self._described[2])
+        return self._description.of([*named], depends_on, lambda: self._ranges(masters))
 
     def _ranges(self, masters: list[torch.Tensor]) -> dict[str, Ranges]:
         """Return what partitions have of parameters, by their paths in the state, or why that cannot be told."""
@@ -249,6 +239,11 @@ class EngineState:
         engine = self._engine
         scaler = engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
         return [item for item in (engine.lr_scheduler, scaler) if item is not None]
+
+
+def _part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a parameter: of a partitioned one a part."""
+    return cast(torch.Tensor, getattr(parameter, "ds_tensor", parameter)).detach()
 
 
 def _partition(name: str, parameter: Any, at: int) -> Iterator[Range]:

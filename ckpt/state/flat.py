@@ -4,10 +4,11 @@ What is described by no range is padding, and belongs to nobody.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import chain
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from math import prod
+from operator import is_
 from typing import Any, Final, NamedTuple
 
 from ..errors import SlotError
@@ -37,6 +38,33 @@ Ranges = Sequence[Range] | str
 """What a flat tensor has, or why that cannot be told."""
 
 
+class Description:
+    """The text below `FLAT`, which is made again only where it depends on something else: a step has no time for it."""
+
+    def __init__(self) -> None:
+        self._names: Sequence[Any] = ()
+        self._known: list[Callable[[], Any]] = []
+        self._text = ""
+
+    def of(self, names: Sequence[Any], depends_on: Sequence[Any], describe: Callable[[], Mapping[str, Ranges]]) -> str:
+        """Return what `describe` tells, which is the same where `names` are equal and `depends_on` are these objects.
+
+        Of those, tensors and all others that can be are known by weak references.
+        """
+        same = len(depends_on) == len(self._known) and names == self._names
+        if not same or not all(map(is_, (known() for known in self._known), depends_on)):
+            self._text = encode(describe())
+            self._names, self._known = names, [*map(_known, depends_on)]
+        return self._text
+
+
+def _known(item: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(item)
+    except TypeError:
+        return lambda: item
+
+
 def encode(flats: Mapping[str, Ranges]) -> str:
     """Return the text below `FLAT`."""
     return json.dumps(flats)
@@ -50,7 +78,7 @@ def parse(text: Any) -> dict[str, Ranges]:
     """
     try:
         return {
-            path: ranges if isinstance(ranges, str) else tuple(_range(*each) for each in ranges)
+            path: ranges if isinstance(ranges, str) else _apart(tuple(_range(*each) for each in ranges))
             for path, ranges in json.loads(text).items()
         }
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
@@ -66,64 +94,47 @@ def _range(name: str, shape: list[int], begin: int, at: int, size: int) -> Range
     return Range(name, tuple(shape), begin, at, size)
 
 
-class Unit(NamedTuple):
-    """What tells which ranges of its parameters a unit of FSDP1 has: a value, of which a description is made once.
-
-    `names` and `of` are of every parameter, those in several places after the others: its name, and the number of what
-    has its shape and shard. `tensors` are the ids of what has them, all the same without the original parameters.
-    """
-
-    is_told: bool
-    is_flat: bool
-    names: tuple[str, ...]
-    of: tuple[int, ...]
-    tensors: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    shards: tuple[Any, ...]
+def _apart(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
+    """Return `ranges`, which have nothing in common but what is one parameter under several names."""
+    for one, other in pairwise(sorted(ranges, key=lambda each: (each.at, each.size, each.name))):
+        is_same = (one.at, one.size) == (other.at, other.size) and one.name != other.name
+        if other.at < one.at + one.size and not is_same:
+            raise ValueError(f"{one.name!r:.80} and {other.name!r:.80} overlap at {other.at}")
+    return ranges
 
 
-def units_of(prefixes: Mapping[int, str], units: Iterable[Any]) -> Iterator[Unit]:
-    """Yield what tells the ranges of `units`, which are instances of FullyShardedDataParallel.
+def of_units(
+    prefixes: Mapping[int, str], units: Iterable[Any], tensors: Iterable[tuple[str, Any]]
+) -> dict[str, Ranges]:
+    """Return the ranges of those of `tensors` in which units of FSDP1 have their parameters, by path.
 
     Args:
         prefixes: What stands before the names of a module's parameters, by its id.
-        units: The units.
+        units: Instances of FullyShardedDataParallel.
+        tensors: Paths and tensors.
     """
-    for unit in units:
-        if (flat := unit._flat_param) is None:
-            continue
-        owned, shared = flat._param_infos, flat._shared_param_infos
-        of = [*range(len(owned))]
-        if shared:
-            numbers = {(id(info.module), info.param_name): number for number, info in enumerate(owned)}
-            of += [numbers[id(info.prim_module), info.prim_param_name] for info in shared]
-        is_flat = flat._params is None
-        yield Unit(
-            # Of one that is not contiguous, the flat tensor has the memory as it lay; of a DTensor, a shard.
-            is_told=all(flat._contiguities) and not any(flat._param_extensions),
-            is_flat=is_flat,
-            names=tuple([prefixes[id(info.module)] + info.param_name for info in chain(owned, shared)]),
-            of=tuple(of),
-            tensors=(id(flat),) * len(of) if is_flat else tuple(map(id, chain(flat._params, flat._shared_params))),
-            shapes=flat._shapes,
-            shards=flat._shard_param_infos,
-        )
-
-
-@lru_cache(maxsize=16)
-def describe(parameters: tuple[tuple[str, int], ...], units: tuple[Unit, ...]) -> str:
-    """Return the text below `FLAT` for `parameters`, path and id of each tensor."""
     from torch.distributed.fsdp._common_utils import clean_tensor_name
 
     found: dict[int, Ranges] = {}
     for unit in units:
-        for name, number, tensor in zip(unit.names, unit.of, unit.tensors, strict=True):
-            shape, shard = unit.shapes[number], unit.shards[number]
-            ranges = found.setdefault(tensor, [] if unit.is_told else _UNTOLD)
+        if (flat := unit._flat_param) is None:
+            continue
+        # Of one that is not contiguous, the flat tensor has the memory as it lay; of a DTensor, a shard.
+        is_plain = all(flat._contiguities) and not any(flat._param_extensions)
+        parts = {
+            (id(info.module), info.param_name): (tuple(shape), shard)
+            for info, shape, shard in zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
+        }
+        infos = [(key, key) for key in parts]
+        for info in flat._shared_param_infos:
+            infos.append(((id(info.module), info.param_name), (id(info.prim_module), info.prim_param_name)))
+        tensors = [flat] * len(infos) if flat._params is None else [*flat._params, *flat._shared_params]
+        for ((module, own), of), tensor in zip(infos, tensors, strict=True):
+            shape, shard = parts[of]
+            ranges = found.setdefault(id(tensor), [] if is_plain else _UNTOLD)
             if isinstance(ranges, list) and shard.in_shard and shard.numel_in_shard:
                 # With the original parameters, each is a tensor of its own.
-                at = shard.offset_in_shard if unit.is_flat else 0
-                ranges.append(
-                    Range(clean_tensor_name(name), shape, shard.intra_param_start_idx, at, shard.numel_in_shard)
-                )
-    return encode({path: found[tensor] for path, tensor in parameters if tensor in found})
+                at = shard.offset_in_shard if tensor is flat else 0
+                name = clean_tensor_name(prefixes[module] + own)
+                ranges.append(Range(name, shape, shard.intra_param_start_idx, at, shard.numel_in_shard))
+    return {path: found[id(tensor)] for path, tensor in tensors if id(tensor) in found}
