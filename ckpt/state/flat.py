@@ -128,8 +128,8 @@ def of_units(
         infos = [(key, key) for key in parts]
         for info in flat._shared_param_infos:
             infos.append(((id(info.module), info.param_name), (id(info.prim_module), info.prim_param_name)))
-        tensors = [flat] * len(infos) if flat._params is None else [*flat._params, *flat._shared_params]
-        for ((module, own), of), tensor in zip(infos, tensors, strict=True):
+        held = [flat] * len(infos) if flat._params is None else [*flat._params, *flat._shared_params]
+        for ((module, own), of), tensor in zip(infos, held, strict=True):
             shape, shard = parts[of]
             ranges = found.setdefault(id(tensor), [] if is_plain else _UNTOLD)
             if isinstance(ranges, list) and shard.in_shard and shard.numel_in_shard:
