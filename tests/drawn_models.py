@@ -706,7 +706,7 @@ def _run_once(ranks: int, first: int, count: int, seconds: float, wrong: list[st
     known, at, done, text = len(wrong), first, 0, b""
     try:
         while not done:
-            is_late = not select.select([reading], [], [], 2 * TIMEOUT_S)[0]
+            is_late = not select.select([reading], [], [], 4 * TIMEOUT_S)[0]
             read = b"" if is_late else os.read(reading, 1 << 16)
             if not read:
                 break
