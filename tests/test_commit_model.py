@@ -19,7 +19,7 @@ import pytest
 from seats import everywhere, seats
 
 from resilient_run.ckpt.format.pair import Pair
-from resilient_run.daemon.run.commit import Agreed, advance, is_dead
+from resilient_run.daemon.run.commit import Agreed, advance, beside_newest, is_dead
 from resilient_run.daemon.run.rounds import Round
 
 REPLICAS = 2
@@ -235,7 +235,7 @@ def _formed(game: Game, world: World) -> World:
     members = world.members.replace(world.lost, fresh) if world.lost else world.members
     restore = world.forming[0] if world.forming else None
     before = tuple(pair for pair in world.older if restore is not None and pair < restore)
-    base = before[max(0, len(before) - game.keep + 1) :]
+    base = beside_newest(before, game.keep)
     round_ = round_of(game, members, world.generation + 1, restore, base)
     agreed = Agreed.of(round_, restore, None)
     return replace(

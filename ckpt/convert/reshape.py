@@ -110,7 +110,10 @@ class _Reshaping(Assembly):
             if hasattr(type(item), "reshard") and not isinstance(item, torch.nn.Module):
                 children.append(self._resharded(name, item, nodes))
             elif not all(has_key(node, FLAT) == has_key(self._objects_now.get(name), FLAT) for node in nodes.values()):
-                self.refused.append(f"{name} is sharded by FSDP1 or DeepSpeed only in the checkpoint, or only now")
+                self.refused.append(
+                    f"{name} is sharded by FSDP1 or DeepSpeed only in the checkpoint, or only now: shard it as then, "
+                    f"or {_EXPORT}"
+                )
                 children.append(nodes[min(nodes)])
             elif name in self._state.apart and not self._is_told(name):
                 self.refused.append(f"{name} differs between ranks on purpose. {_RESHARD}")

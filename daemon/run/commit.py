@@ -1,6 +1,6 @@
 """The pure part of the commit protocol: which pair is committed, which one is captured next, what may be given up."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -92,7 +92,7 @@ class Agreed(Record):
         newest = self.committed
         if newest is not None and newest in complete and (not older or newest.step - older[-1].step >= every):
             older.append(newest)
-        return tuple(older[max(0, len(older) - keep + 1) :])
+        return beside_newest(older, keep)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +178,11 @@ class Lead:
         """Return the step to capture next, a multiple of `every`, when `step` is the newest that was completed."""
         longer = self._failures > 1 and self._failures.bit_length() % 2 == 0
         return -(-(step + self._steps + longer) // every) * every
+
+
+def beside_newest(older: Sequence[Pair], keep: int) -> tuple[Pair, ...]:
+    """Return which of `older` stay where `keep` pairs do, one of them newer than all of these."""
+    return tuple(older[max(0, len(older) - keep + 1) :])
 
 
 def advance(agreed: Agreed, complete: AbstractSet[Pair]) -> Pair | None:

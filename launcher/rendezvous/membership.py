@@ -29,6 +29,7 @@ from resilient_run.daemon.etcd.client import (
     Lease,
 )
 from resilient_run.daemon.run import keys
+from resilient_run.daemon.run.commit import beside_newest
 from resilient_run.daemon.run.life import Life, Transaction
 from resilient_run.daemon.run.mirror import pair_of_entry, parse_pairs
 from resilient_run.daemon.run.records import MAX_REASON_BYTES, Closed, Failure
@@ -200,7 +201,7 @@ class Membership:
         if restore is not None and view.job is not None and not formed.reshapes:
             # Only what was committed before it, and as much as this life has room for.
             before = [pair for pair in older if pair < restore]
-            formed = replace(formed, older=tuple(before[max(0, len(before) - view.job.keep + 1) :]))
+            formed = replace(formed, older=beside_newest(before, view.job.keep))
         watermark_revision = 0 if watermark is None else watermark.revision
         # Only now is it certain who of the generation before is gone. A root that comes later can no longer see it.
         broke, why = view.failures.get(view.generation), None
