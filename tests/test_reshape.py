@@ -29,7 +29,7 @@ from resilient_run.ckpt.convert.export import gather
 from resilient_run.ckpt.errors import RestoreError, SlotError, StateError
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot
 from resilient_run.ckpt.integrations.position import ResumableLoader
-from resilient_run.ckpt.state.flat import FLAT, Description, Range, Ranges, encode, parse
+from resilient_run.ckpt.state.flat import FLAT, Range, Ranges, description, encode, parse
 from resilient_run.ckpt.state.state import TrainingState, get_rng, set_rng
 
 Registered = Callable[[int, int], dict[str, Any]]
@@ -290,15 +290,15 @@ def test_ranges_that_cannot_be_are_refused(made: Callable[..., Holders], ranges:
 
 
 def test_flat_tensors_are_described_again_where_they_are_others() -> None:
-    description, first, second = Description(), object(), object()
+    first, second = nn.Identity(), nn.Identity()
     describe = lambda name: lambda: {"at": [Range(name, (8,), 0, 0, 4)]}  # noqa: E731
     told = [
-        description.of(names, [depends_on], describe(str(number)))
-        for number, (names, depends_on) in enumerate(
-            [(["a"], first), (["a"], first), (["b"], first), (["b"], second), (["b"], second)]
+        description(owner, names, describe(str(number)))
+        for number, (names, owner) in enumerate(
+            [(["a"], first), (["a"], first), (["b"], first), (["b"], second), (["b"], second), (["b"], first)]
         )
     ]
-    assert [parse(text)["at"][0][0] for text in told] == ["0", "0", "2", "3", "3"]
+    assert [parse(text)["at"][0][0] for text in told] == ["0", "0", "2", "3", "3", "2"]
 
 
 def test_an_optimizer_of_other_parameters_is_refused(made: Callable[..., Holders]) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Final, cast
 import torch
 
 from ..errors import StateError
-from ..state.flat import FLAT, Description, Range, Ranges
+from ..state.flat import FLAT, Range, Ranges, description
 from .common import framework, freeze, frozen
 
 _COUNTS: Final = (
@@ -76,7 +76,6 @@ class EngineState:
             )
         _refuse(engine, kind)
         self._engine = engine
-        self._description = Description()
 
     def covers(self) -> tuple[Any]:
         """Return what this shows all of (`foreign.py`)."""
@@ -176,9 +175,9 @@ class EngineState:
         return [] if inner is None else [each for group in inner.param_groups for each in group["params"]]
 
     def _flats(self, masters: list[torch.Tensor], named: dict[str, torch.nn.Parameter]) -> str:
-        partitions = [getattr(parameter, "ds_tensor", None) for parameter in named.values()]
-        depends_on = [self._engine.optimizer, *masters, *named.values(), *partitions]
-        return self._description.of([*named], depends_on, lambda: self._ranges(masters))
+        parts = [(name, each, getattr(each, "ds_tensor", None)) for name, each in named.items()]
+        key = [*map(id, masters)], [(name, id(whole), id(part)) for name, whole, part in parts]
+        return description(self._engine.optimizer or self._engine, key, lambda: self._ranges(masters))
 
     def _ranges(self, masters: list[torch.Tensor]) -> dict[str, Ranges]:
         """Return what partitions have of parameters, by their paths in the state, or why that cannot be told."""

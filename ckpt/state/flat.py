@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from operator import is_
 from typing import Any, Final, NamedTuple
 
 from ..errors import SlotError
@@ -38,31 +37,20 @@ Ranges = Sequence[Range] | str
 """What a flat tensor has, or why that cannot be told."""
 
 
-class Description:
-    """The text below `FLAT`, which is made again only where it depends on something else: a step has no time for it."""
-
-    def __init__(self) -> None:
-        self._names: Sequence[Any] = ()
-        self._known: list[Callable[[], Any]] = []
-        self._text = ""
-
-    def of(self, names: Sequence[Any], depends_on: Sequence[Any], describe: Callable[[], Mapping[str, Ranges]]) -> str:
-        """Return what `describe` tells, which is the same where `names` are equal and `depends_on` are these objects.
-
-        Of those, tensors and all others that can be are known by weak references.
-        """
-        same = len(depends_on) == len(self._known) and names == self._names
-        if not same or not all(map(is_, (known() for known in self._known), depends_on)):
-            self._text = encode(describe())
-            self._names, self._known = names, [*map(_known, depends_on)]
-        return self._text
+_TEXTS: Final = weakref.WeakKeyDictionary[Any, tuple[Any, str]]()
+"""What was told last of a module or an optimizer, and of what: a step has no time to describe it again."""
 
 
-def _known(item: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(item)
-    except TypeError:
-        return lambda: item
+def description(owner: Any, key: Any, describe: Callable[[], Mapping[str, Ranges]]) -> str:
+    """Return the text below `FLAT` of what `describe` tells, which is the same where `owner` is and `key` is equal.
+
+    `key` has no tensors in it, which nobody else may hold, but their ids.
+    """
+    known, text = _TEXTS.get(owner, (None, ""))
+    if known != key:
+        text = encode(describe())
+        _TEXTS[owner] = key, text
+    return text
 
 
 def encode(flats: Mapping[str, Ranges]) -> str:

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import StateError
 from ..format.manifest import leaf_paths
-from .flat import FLAT, Description, of_units
+from .flat import FLAT, description, of_units
 from .memory import Extents, digest
 from .tree import Flattener, Leaf, extent, is_strided
 
@@ -36,7 +36,6 @@ _KEPT: Final = {
 Those that are not here have them from the start, or other ones.
 """
 _ASKED: Final = ("momentum", "amsgrad", "centered")
-_DESCRIBED: Final = weakref.WeakKeyDictionary[torch.nn.Module, Description]()
 _LEAVES: Final = (
     torch.Tensor,
     torch.nn.Module,
@@ -157,8 +156,7 @@ def _local_state(module: torch.nn.Module, units: list[Any]) -> dict[str, Any]:
     # Modules and parameters with these ids are those of units that have these shards.
     shards = [unit._flat_param._shard_param_infos for unit in units if unit._flat_param is not None]
     names = [*prefixes.items(), *((key, id(tensor)) for key, tensor in parameters)]
-    description = _DESCRIBED.setdefault(module, Description())
-    state[FLAT] = description.of(names, shards, lambda: of_units(prefixes, units, parameters))
+    state[FLAT] = description(module, (names, shards), lambda: of_units(prefixes, units, parameters))
     return state
 
 
