@@ -24,6 +24,8 @@ _BLOCK: Final = "<!--killed_runs.py:{name}:{digest}-->\n{text}<!--end-->\n"
 _RECOVERED: Final = "resilient-run: recovered in "
 _LETTERS: Final = 120
 _TIME_S: Final = 400
+_LATE_S: Final = 10
+"""How long the second command may take after the first: of a run that ended before its step came, it would ask for ever."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Example:
 
 
 EXAMPLES: Final = {
-    "accelerate": Example("examples/with_accelerate.py", 25, "^epoch |^parameters "),
+    "accelerate": Example("examples/with_accelerate.py", 250, "^epoch |^parameters "),
     "transformers": Example("examples/with_transformers.py", 15, "'loss'|^parameters "),
     "trl": Example("examples/with_trl.py", 10, "^{'loss'.*num_tokens': '(?:331|507|1020)'|^parameters "),
     "lightning": Example("examples/with_lightning.py", 15, "^{'train_loss'|^parameters "),
@@ -174,8 +176,8 @@ def run(*commands: str) -> list[str]:
             )
             stack.callback(process.kill)
             started.append(process)
-        for process in started:
-            outputs.append(re.sub(r"\x1b\[[\d;]*m", "", process.communicate(timeout=_TIME_S)[0]))
+        for process, timeout_s in zip(started, (_TIME_S, _LATE_S), strict=False):
+            outputs.append(re.sub(r"\x1b\[[\d;]*m", "", process.communicate(timeout=timeout_s)[0]))
             if process.returncode:
                 raise SystemExit("\n".join(outputs))
         return outputs

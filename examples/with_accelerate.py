@@ -18,11 +18,11 @@ from resilient_run.integrations.accelerate import AcceleratorCheckpointer
 EPOCHS = 3
 set_seed(0)
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-inputs = torch.randn(640, 16)
+inputs = torch.randn(6400, 16)
 data = TensorDataset(inputs, inputs.sum(1).sign().add(1).div(2).long())
 model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=600)
 train, test = DataLoader(data, batch_size=16, shuffle=True), DataLoader(data, batch_size=64)
 model, optimizer, scheduler, train, test = accelerator.prepare(model, optimizer, scheduler, train, test)
 
