@@ -6,8 +6,11 @@ after a step was reported, to the moment when every rank of the others has compl
 - resilient-run: `--rr-elastic 0`, a `Checkpointer` capture at every step, etcd beside.
 - torchrun: its c10d rendezvous on the first host, `torch.distributed.checkpoint.save` after every step into tmpfs,
   `load` at the start.
+- peers (`--peer NAME=PYTHON`, see peers/README.md): dlrover, with its flash checkpoint after every step; torchft, one
+  replica group per host, whose ranks keep their processes, and the whole model each: nothing is restored.
 
-Both have `--nnodes 1:N`, miss a silent host after 3 s, and wait 1 s for more hosts once one is ready.
+All have at least one host and at most N, miss a silent host after 3 s where that can be set (dlrover: not), and wait
+1 s for more hosts once one is ready.
 
 Goal: at most 0.3 of torchrun's time.
 """
@@ -21,9 +24,11 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil
 from jobs import RESILIENT_RUN, SHARED_MEMORY, TORCHRUN, host
@@ -32,30 +37,76 @@ from report import Summary, parser, table, write_json
 from resilient_run.launcher.etcd_server import EmbeddedEtcd
 
 _WORKER = Path(__file__).with_name("recovery_worker.py")
+_TORCHFT_WORKER = Path(__file__).parent / "peers" / "torchft_worker.py"
 _LIMIT_S = 120.0
+
+
+Host = Callable[[int], tuple[list[str], dict[str, str]]]
+"""What starts a launcher on the host with this number, without the script's options, and what its environment gets."""
+
+
+def _resilient_run(stack: ExitStack, hosts: int) -> Host:
+    flags = [f"--rdzv-endpoint={stack.enter_context(EmbeddedEtcd()).endpoint}", "--rdzv-backend=etcd-v3"]
+    flags += ["--rdzv-conf=lease_ttl=3", "--rr-elastic=0", "--local-addr=127.0.0.1", "--rr-insecure"]
+    command = [*RESILIENT_RUN, *_elastic(hosts), *flags, str(_WORKER), "--keeper", "checkpointer"]
+    return lambda index: (command, {})
+
+
+def _torchrun(stack: ExitStack, hosts: int) -> Host:
+    flags = [*_elastic(hosts), f"--rdzv-endpoint=localhost:{_free_port()}", "--rdzv-backend=c10d", "--rdzv-conf"]
+    conf = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,is_host="
+    return lambda index: ([*TORCHRUN, *flags, f"{conf}{int(index == 0)}", str(_WORKER), "--keeper", "dcp"], {})
+
+
+def _dlrover(python: str, stack: ExitStack, hosts: int) -> Host:
+    port = _free_port()
+    master = [python, "-P", "-m", "dlrover.python.master.main", "--platform", "local", "--node_num", str(hosts)]
+    _service(stack, [*master, "--port", str(port), "--job_name", "bench"])
+    flags = [*_elastic(hosts), "--rdzv-conf=lastcall_timeout=1,waiting_timeout=1"]
+    command = [python, "-P", "-m", "dlrover.trainer.torch.main", *flags, str(_WORKER), "--keeper", "dlrover"]
+    shared = {"DLROVER_MASTER_ADDR": f"127.0.0.1:{port}", "NODE_NUM": str(hosts), "NODE_TYPE": "worker"}
+    return lambda index: (command, {**shared, "NODE_RANK": str(index), "NODE_ID": str(index)})
+
+
+def _torchft(python: str, stack: ExitStack, hosts: int) -> Host:
+    port = _free_port()
+    lighthouse = [str(Path(python).with_name("torchft_lighthouse")), "--min_replicas=1", "--join_timeout_ms=1000"]
+    _service(stack, [*lighthouse, "--heartbeat_timeout_ms=3000", "--bind", f"127.0.0.1:{port}"])
+    launcher = [python, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    # Its ranks use the launcher's store, which other launchers' have no need of here.
+    shared = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+    return lambda index: ([*launcher, str(_TORCHFT_WORKER), "--replica", str(index)], shared)
+
+
+def _elastic(hosts: int) -> list[str]:
+    return [f"--nnodes=1:{hosts}", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-id=fewer"]
+
+
+def _service(stack: ExitStack, command: list[str]) -> None:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    stack.callback(_end, process)
+
+
+CONTENDERS: Final[dict[str, Callable[[ExitStack, int], Host]]] = {
+    "torchrun": _torchrun,
+    "resilient-run": _resilient_run,
+}
+PEERS: Final[dict[str, Callable[[str, ExitStack, int], Host]]] = {"dlrover": _dlrover, "torchft": _torchft}
 
 
 class _Run:
     """The launchers of one run, and what their workers print."""
 
-    def __init__(self, stack: ExitStack, name: str, hosts: int, script: list[str]) -> None:
+    def __init__(self, stack: ExitStack, command: Host, hosts: int, options: list[str]) -> None:
         self._lines: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self.launchers: list[subprocess.Popen[str]] = []
         readers: list[threading.Thread] = []
         stack.callback(lambda: [reader.join() for reader in readers])
-        if name == "resilient-run":
-            rendezvous = [f"--rdzv-endpoint={stack.enter_context(EmbeddedEtcd()).endpoint}", "--rdzv-backend=etcd-v3"]
-            rendezvous += ["--rdzv-conf=lease_ttl=3", "--rr-elastic=0", "--local-addr=127.0.0.1", "--rr-insecure"]
-        else:
-            rendezvous = [f"--rdzv-endpoint=localhost:{_free_port()}", "--rdzv-backend=c10d"]
-            rendezvous += ["--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,is_host={}"]
-        launcher = RESILIENT_RUN if name == "resilient-run" else TORCHRUN
-        flags = [f"--nnodes=1:{hosts}", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-id=fewer", *rendezvous]
         for index in range(hosts):
-            env = stack.enter_context(host(f"host{index}"))
-            own = [flag.format(int(index == 0)) for flag in flags]
+            words, environ = command(index)
+            env = {**stack.enter_context(host(f"host{index}")), **environ}
             process = subprocess.Popen(
-                [*launcher, *own, *script], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                [*words, *options], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )
             stack.callback(_end, process)
             self.launchers.append(process)
@@ -78,26 +129,27 @@ class _Run:
         return self._lines.get(timeout=_LIMIT_S)
 
 
-def measure(name: str, *, hosts: int, state_mb: int, kill_after: int) -> dict[str, float]:
+def measure(
+    contender: Callable[[ExitStack, int], Host], *, hosts: int, state_mb: int, kill_after: int
+) -> dict[str, float]:
     """Return what the loss of one host took and lost."""
     directory = Path(tempfile.mkdtemp(prefix="resilient-bench-", dir=SHARED_MEMORY))
-    keeper = "checkpointer" if name == "resilient-run" else "dcp"
-    script = [str(_WORKER), "--keeper", keeper, "--steps", "1000000", "--state-mb", str(state_mb)]
+    options = ["--steps", "1000000", "--state-mb", str(state_mb)]
     try:
         with ExitStack() as stack:
-            run = _Run(stack, name, hosts, [*script, "--directory", str(directory)])
-            steps: dict[int, list[dict[str, Any]]] = {index: [] for index in range(hosts)}
+            command = contender(stack, hosts)
+            run = _Run(stack, command, hosts, [*options, "--directory", str(directory)])
+            completed = 0
             # The run may begin with fewer hosts, and grow.
-            while len(steps[hosts - 1]) < kill_after:
+            while completed < kill_after:
                 index, line = run.next()
-                steps[index].append(line)
+                completed += index == hosts - 1 and line["ranks"] == hosts
             killed_s = time.monotonic()
             _kill(run.launchers[-1])
-            old = {index: lines[-1]["pid"] for index, lines in steps.items()}
-            last, firsts = max(lines[-1]["step"] for lines in steps.values()), dict[int, dict[str, Any]]()
+            last, firsts = line["step"], dict[int, dict[str, Any]]()
             while len(firsts) < hosts - 1:
                 index, line = run.next()
-                if line["pid"] == old[index]:
+                if line["ranks"] == hosts:
                     last = max(last, line["step"])
                 elif index < hosts - 1:
                     firsts.setdefault(index, line)
@@ -135,28 +187,28 @@ def main() -> None:
     options.add_argument("--state-mb", type=int, nargs="+", default=[64], help="state of a rank, MiB")
     options.add_argument("--rounds", type=int, default=5, help="losses for each contender, alternating")
     options.add_argument("--kill-after", type=int, default=15, help="steps of the last host before its loss")
+    options.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="see peers/README.md")
     args = options.parse_args()
+    peers = dict(peer.split("=", 1) for peer in args.peer)
+    if others := sorted(peers.keys() - PEERS):
+        options.error(f"--peer: {', '.join(others)} is none of {', '.join(PEERS)}")
+    contenders = CONTENDERS | {name: partial(PEERS[name], python) for name, python in peers.items()}
     rows, seconds, lost = [], {}, {}
     for hosts in args.hosts:
         for state_mb in args.state_mb:
-            samples: dict[str, list[dict[str, float]]] = {"torchrun": [], "resilient-run": []}
+            samples: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
             for _ in range(args.rounds):
-                for name, found in samples.items():
-                    found.append(measure(name, hosts=hosts, state_mb=state_mb, kill_after=args.kill_after))
+                for name, contender in contenders.items():
+                    found = measure(contender, hosts=hosts, state_mb=state_mb, kill_after=args.kill_after)
+                    samples[name].append(found)
             case = f"{hosts} to {hosts - 1}, {state_mb} MiB"
             seconds[case] = {name: Summary.of(each["seconds"] for each in found) for name, found in samples.items()}
             lost[case] = {name: [int(each["steps_lost"]) for each in found] for name, found in samples.items()}
-            of = seconds[case]["resilient-run"].median / seconds[case]["torchrun"].median
-            rows.append([case, *(f"{summary:.2f}" for summary in seconds[case].values()), f"{of:.2f}"])
-            rows[-1] += [", ".join(map(str, values)) for values in lost[case].values()]
-    header = [
-        "ranks, state of each",
-        "torchrun, s",
-        "resilient-run, s",
-        "ratio",
-        "steps lost: torchrun",
-        "resilient-run",
-    ]
+            base = seconds[case]["torchrun"].median
+            for name, summary in seconds[case].items():
+                rows.append([case, name, f"{summary:.2f}", f"{summary.median / base:.2f}"])
+                rows[-1].append(", ".join(map(str, lost[case][name])))
+    header = ["ranks, state of each", "launcher", "seconds", "of torchrun", "steps lost"]
     table("Loss of a host to the first step without it: median (p10..p90)", header, rows)
     write_json(
         args.json,

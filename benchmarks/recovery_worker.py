@@ -48,8 +48,8 @@ def main() -> None:
     for step in range(keeper.restore() + 1, args.steps + 1):
         train_step(parallel, optimizer, batch=BATCH)
         keeper.step(step)
-        line = {"rank": dist.get_rank(), "pid": os.getpid(), "step": step, "monotonic_s": time.monotonic()}
-        emit(json.dumps(line))
+        line = {"rank": dist.get_rank(), "pid": os.getpid(), "step": step, "ranks": dist.get_world_size()}
+        emit(json.dumps({**line, "monotonic_s": time.monotonic()}))
     del parallel  # a DDP module that outlives its process group can deadlock in torch's destructors
     dist.destroy_process_group()
     # Peers leave threads and processes behind that would keep the interpreter; what is measured has been written.

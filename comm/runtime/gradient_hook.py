@@ -72,8 +72,7 @@ class GradientHook(BucketSum):
         Raises:
             CommError: The hook is closed.
         """
-        if self._worker.closed:
-            raise CommError("backward() after hook.close(): close the hook after the last backward pass")
+        self.check_open()
         parameters = bucket.parameters()
         names = [self._names[parameter] for parameter in parameters]
         submitted = Submitted(
@@ -91,6 +90,15 @@ class GradientHook(BucketSum):
             with suppress(Exception):  # of whoever waits next
                 submitted.future.wait()
         return submitted.future
+
+    def check_open(self) -> None:
+        """Refuse to sum after `close()`.
+
+        Raises:
+            CommError: The hook is closed.
+        """
+        if self._worker.closed:
+            raise CommError("backward() after hook.close(): close the hook after the last backward pass")
 
     def close(self) -> None:
         """End the thread; call it after the last backward pass, before the process group is destroyed."""

@@ -17,10 +17,10 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CommError
-from ..net.scheme import Dense, Scheme
+from ..net.scheme import Dense, Scheme, laid_out
 from ..net.transport import Transport
 from ..runtime.gradient_hook import GradientHook, Submitted, parts
-from .advice import BASE, NOTHING, OWN, choice
+from .advice import BASE, NOTHING, choice
 from .trial import Trial
 
 AUTO: Final = "auto"
@@ -52,7 +52,7 @@ class TriedHook(GradientHook):
         leads: Whether it is the steps of this model that are measured.
 
     Attributes:
-        own: The hook that the job has registered itself, with which it trains.
+        own: The hook with which the job trains: one that it has registered itself, or what DDP does without one.
     """
 
     def __init__(
@@ -66,13 +66,14 @@ class TriedHook(GradientHook):
         leads: bool = True,
     ) -> None:
         super().__init__(model, scheme=_AsDdp(world), world=world, least_elements=least_elements)
-        self.own: Own | None = None
+        self.own: Own = self._as_ddp
         self._trial: Trial | None = trial
         self._leads = leads
         self._schemes = dict(schemes)
         self._fresh = {name: scheme.state_dict() for name, scheme in schemes.items()}
         self._method = BASE
         self._buckets: list[GradBucket] = []
+        self._begun: list[Future[Tensor]] = []
         self._held: list[Submitted] = []
         self._stepped_s = self._now_s()
 
@@ -81,12 +82,18 @@ class TriedHook(GradientHook):
         if self._trial is None:
             return super().submit(bucket)
         self._switch(self._trial)
-        if self._method == OWN and self.own is not None:
-            answer = self.own(bucket)
-            return answer.then(self._step_ends) if bucket.is_last() else answer
-        if self.own is not None:
-            self._buckets.append(bucket)
-        return super().submit(bucket)
+        self._buckets.append(bucket)
+        if self._method != self._trial.base:
+            return super().submit(bucket)
+        if self._leads and self._trial.looks:
+            buffer = bucket.buffer()
+            gradients = [buffer] if buffer.is_sparse else parts(buffer, bucket.parameters())
+            self._trial.look_at(gradients, least_elements=self._least_elements)
+        self._begun.append(self.own(bucket))
+        if not bucket.is_last():
+            return self._begun[-1]
+        begun, self._begun, self._buckets = self._begun, [], []
+        return torch.futures.collect_all(begun).then(self._all_ended)
 
     def agree(self, numbers: Sequence[float]) -> list[float]:
         """Return the greatest of each number, of at least 0, among all ranks, which call this together."""
@@ -103,24 +110,15 @@ class TriedHook(GradientHook):
         self._method = trial.method
 
     def _answer(self, submitted: Submitted) -> None:
-        if (trial := self._trial) is None:
+        if self._trial is None:
             super()._answer(submitted)
-            return
-        buffer = submitted.buffer
-        if self._leads and trial.looks:
-            gradients = [buffer] if buffer.is_sparse else parts(buffer, submitted.parameters)
-            trial.look_at(gradients, least_elements=self._least_elements)
-        if self._method == trial.base == BASE:
-            average = self._average(submitted, buffer)
-            if submitted.is_last:
-                self._step_ends()
-            submitted.future.set_result(average)
             return
         self._held.append(submitted)
         self._shadow(submitted)
         if submitted.is_last:
             self._step_ends()
-            averages = self._train()
+            buckets, self._buckets = self._buckets, []
+            averages = [answer.wait() for answer in [self.own(bucket) for bucket in buckets]]
             self._stepped_s = self._now_s()
             held, self._held = self._held, []
             for each, average in zip(held, averages, strict=True):
@@ -141,19 +139,31 @@ class TriedHook(GradientHook):
         finally:
             self.scheme = trained
 
-    def _train(self) -> list[Tensor]:
-        """Return the averages with which the job trains, of all buckets of the step."""
-        if self.own is None:
-            return [self._average(each, each.buffer) for each in self._held]
-        buckets, self._buckets = self._buckets, []
-        return [answer.wait() for answer in [self.own(bucket) for bucket in buckets]]
+    def _as_ddp(self, bucket: GradBucket) -> Future[Tensor]:
+        """Return a future of the averaged bucket, beside whose sum the next may begin."""
+        self.check_open()
+        gradient = bucket.buffer()
+        buffer = gradient.coalesce() / self.world.size if gradient.is_sparse else gradient.div_(self.world.size)
+        dense = buffer.to_dense().contiguous() if buffer.is_cuda else buffer  # NCCL sums no sparse tensors
+        future = self.world.begin_all_reduce(dense).get_future()
 
-    def _step_ends(self, answer: Future[Tensor] | None = None) -> Any:
+        def average(done: Future[list[Tensor]]) -> Tensor:
+            (total,) = done.value()
+            return laid_out(total, gradient) if total.is_cuda else total
+
+        return future.then(average)
+
+    def _all_ended(self, begun: Future[list[Future[Tensor]]]) -> Tensor:
+        """Return the last of all averages of a step."""
+        averages = [answer.value() for answer in begun.value()]
+        self._step_ends()
+        return averages[-1]
+
+    def _step_ends(self) -> None:
         now_s = self._now_s()
         if self._leads and self._trial is not None:
             self._trial.passed(now_s - self._stepped_s)
         self._stepped_s = now_s
-        return None if answer is None else answer.value()
 
     def _now_s(self) -> float:
         if self._device.type == "cuda":
@@ -181,7 +191,7 @@ class AutoHook(TriedHook):
             if self._trial.is_over:
                 self._choose(self._trial)
         self._begins = bucket.is_last()
-        return super().submit(bucket)
+        return self._as_ddp(bucket) if self.chosen == BASE else super().submit(bucket)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was chosen, None while nothing is, and what that remembers."""
