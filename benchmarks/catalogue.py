@@ -66,7 +66,7 @@ class Benchmark:
 JOB = ("launcher/facade/__init__.py", "launcher/facade/__main__.py")
 DAEMON = ("daemon/__main__.py",)
 MODELS = ("benchmarks/models",)
-LM, NVRX, DLROVER = "lm/bin/python", "nvrx/bin/python", "dlrover/bin/python"
+LM, NVRX, DLROVER, TORCHFT = (f"{peer}/bin/python" for peer in ("lm", "nvrx", "dlrover", "torchft"))
 
 BENCHMARKS: Final = (
     # Recovery.
@@ -88,7 +88,20 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/fewer_hosts.py",
         also=(*JOB, "benchmarks/peers"),
-        results=(Result(name="fewer-hosts", arguments="--hosts 2", minutes=4),),
+        results=(
+            Result(
+                name="fewer-hosts",
+                arguments=f"--peer dlrover={DLROVER} --peer torchft={TORCHFT}",
+                minutes=13,
+                needs=(DLROVER, TORCHFT),
+            ),
+            Result(
+                name="fewer-hosts-256",
+                arguments=f"--state-mb 256 --peer dlrover={DLROVER} --peer torchft={TORCHFT}",
+                minutes=15,
+                needs=(DLROVER, TORCHFT),
+            ),
+        ),
     ),
     Benchmark(
         script="benchmarks/straggler.py",
