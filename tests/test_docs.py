@@ -13,6 +13,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -145,6 +146,13 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert {page.relative_to(DOCS).with_suffix("").name for page in DOCS.glob("*.md")} <= {
         page.name.removesuffix(".html") for page in tmp_path.iterdir()
     }
+    lost = set()
+    for page in tmp_path.rglob("*.html"):
+        for target in re.findall(r'(?:href|src)="([^":#?/][^":#?]*)["#?]', page.read_text()):
+            path = (page.parent / unquote(target)).resolve()
+            if not path.is_relative_to(tmp_path) or not path.exists():
+                lost.add(f"{page.relative_to(tmp_path)}: {target}")
+    assert lost == set()
 
 
 def test_every_error_of_the_log_says_what_to_do(script: Callable[[str], Any]) -> None:
