@@ -20,7 +20,7 @@ _SHORTEST: Final = 16
 def _address(context: click.Context, param: click.Parameter, value: str) -> tuple[str, int]:
     host, _, port = value.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise click.BadParameter(f"{value!r} is not ADDRESS:PORT", context, param)
+        raise click.BadParameter(f"{value!r} is not ADDRESS:PORT, with a port from 0 to 65535", context, param)
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
