@@ -149,7 +149,7 @@ class Daemon:
                     os.getpid(),
                     path.parent,
                 )
-                # As if killed: whatever it did on its way out would meet its successor's files under the same names.
+                # Exit without clean-up: a new daemon may own these paths now.
                 os._exit(1)
             await jobs.collect(self._options.orphan_ttl_s)
             if not service.is_idle or not jobs.is_empty:

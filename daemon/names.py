@@ -21,7 +21,7 @@ class Names:
         self._files[path] = path.lstat()
 
     def lost(self) -> Path | None:
-        """Return the first path that leads to that file no more, None while all do."""
+        """Return the first path that now leads elsewhere, None while none does."""
         return next((path for path in self._files if not self.is_ours(path)), None)
 
     def is_ours(self, path: Path) -> bool:

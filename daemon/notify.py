@@ -60,5 +60,5 @@ class ServiceManager:
         try:
             self._notifier.sendto(state.encode(), address)
         except OSError as error:
-            # Whoever does not listen to its own service has no claim to stop it.
+            # A service manager that does not listen must not bring down the daemon.
             log.warning("cannot send %s to the service manager at %s: %s", state, self._address, error)

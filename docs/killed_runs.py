@@ -25,7 +25,7 @@ _RECOVERED: Final = "resilient-run: recovered in "
 _LETTERS: Final = 120
 _TIME_S: Final = 400
 _LATE_S: Final = 10
-"""How long the second command may take after the first: of a run that ended before its step came, it would ask for ever."""
+"""How long the second command may take after the first: a run that ended before its step came would wait for ever."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ EXPLAINED: Final[dict[str, str]] = tomllib.loads(PAGE.with_suffix(".toml").read_
 """What messages do not say themselves: why they are there, and what to do."""
 
 _FENCE: Final = re.compile(r"^(`{3,}|~{3,}).*?^\1[ \t]*$", re.M | re.S)
-_ITEM: Final = re.compile(r"- (?=`)(?:`[^`]*`|[^`:])*:")
+_ITEM: Final = re.compile(r" *- (?=`)(?:`[^`]*`|[^`:])*:")
 _VARIES: Final = re.compile(r"…|'[^']*'|/\S+|\d[\d.]*|[:;()=]|, or ")
 """What is between those parts of a quoted message that are the same each time."""
 

@@ -63,6 +63,11 @@ def on_page_read_source(*, page: Any, config: Any) -> str | None:
     return "\n\n".join(parts)
 
 
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
+    """Let the home page, which is not a folder deeper than its source, link to what `on_post_build` copies."""
+    return html.replace('href="../', 'href="') if page.is_homepage else html
+
+
 def on_post_build(*, config: Any) -> None:
     """Copy the linked files and folders into the site, whose pages are as deep as their sources and a folder more."""
     root, site = Path(config.config_file_path).parent, Path(config.site_dir)

@@ -12,10 +12,12 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
-CLIPPED = """() => [...document.querySelectorAll('article pre > code, article :is(p, li, h1, h2, h3)')]
-    .filter(e => e.scrollWidth > e.clientWidth + 8 && getComputedStyle(e).overflowX === 'visible')
+_LOOKED_AT = "article pre > code, article :is(p, li, h1, h2, h3), article .md-typeset__scrollwrap"
+CLIPPED = f"""() => [...document.querySelectorAll('{_LOOKED_AT}')]
+    .filter(e => e.scrollWidth > e.clientWidth + 8)
+    .filter(e => e.matches('.md-typeset__scrollwrap') || getComputedStyle(e).overflowX === 'visible')
     .map(e => e.textContent.trim().slice(0, 60))"""
-"""What is wider than its place and cannot be scrolled."""
+"""What is wider than its place: a table that scrolls, or what cannot be scrolled."""
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):

@@ -216,7 +216,7 @@ def test_nothing_to_do(name: str) -> None:
             failure("host_lost", "b"),
             whole(members={"a": 5}),
             "hardware failure",
-            "host_lost on b; no live host reports rank 2 at step 10",
+            "host_lost on b; no live host has reported a replica of rank 2 at step 10 yet",
         ),
         (
             failure("host_lost", "b"),

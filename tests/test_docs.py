@@ -13,6 +13,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -120,9 +121,11 @@ def test_pages_are_short(names: tuple[str, ...]) -> None:
     """Pages, cells (25 words) and paragraphs (80 words) stay short enough to be read."""
     texts = [(DOCS / name).read_text() for name in names]
     assert sum(len(text.split()) for text in texts) <= LONGEST[names]
-    lines = [LINK.sub("]", line) for text in texts for line in FENCE.sub("", text).splitlines()]
-    cells = [cell for line in lines if line.startswith("|") for cell in line.split("|")]
-    paragraphs = [line for line in lines if not line.startswith("|")]
+    plain = [LINK.sub("]", FENCE.sub("", text)) for text in texts]
+    cells = [cell for text in plain for line in text.splitlines() if line.startswith("|") for cell in line.split("|")]
+    # A paragraph ends where another begins: after an empty line, at an item, a heading or a row.
+    paragraphs = [paragraph for text in plain for paragraph in re.split(r"\n(?=\s*(?:\n|[-*#|>]|\d+\. ))", text)]
+    paragraphs = [paragraph for paragraph in paragraphs if not paragraph.lstrip().startswith("|")]
     assert [cell for cell in cells if len(cell.split()) > 25] == []
     assert [paragraph for paragraph in paragraphs if len(paragraph.split()) > 80] == []
 
@@ -143,6 +146,13 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert {page.relative_to(DOCS).with_suffix("").name for page in DOCS.glob("*.md")} <= {
         page.name.removesuffix(".html") for page in tmp_path.iterdir()
     }
+    lost = set()
+    for page in tmp_path.rglob("*.html"):
+        for target in re.findall(r'(?:href|src)="([^":#?/][^":#?]*)["#?]', page.read_text()):
+            path = (page.parent / unquote(target)).resolve()
+            if not path.is_relative_to(tmp_path) or not path.exists():
+                lost.add(f"{page.relative_to(tmp_path)}: {target}")
+    assert lost == set()
 
 
 def test_every_error_of_the_log_says_what_to_do(script: Callable[[str], Any]) -> None:

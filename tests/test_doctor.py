@@ -479,6 +479,23 @@ def test_captures_that_are_skipped(hosts: Hosts, tmp_path: Path) -> None:
     report.says("replicas", "warn", found="on a alone", remedy="--rr-persist")
 
 
+def test_a_persistent_tier_that_cannot_be_written(hosts: Hosts, tmp_path: Path) -> None:
+    """Without it, what this only host has committed is lost with the host."""
+    target = tmp_path / "tier"
+    target.write_text("in the way")
+    hosts.policy = {"persist": {"target": str(target), "every_steps": 1, "every_s": 0}}
+    (trainer,) = hosts.run(["a"])
+    hosts.commit([trainer], [1])
+    job = lambda: hosts["a"].status()["jobs"][0]["persist"]  # noqa: E731
+    wait_until(lambda: job()["error"], timeout_s=30, what="a failed attempt")
+    report = patient_of(hosts["a"], tmp_path).doctor()
+    report.says("persistent-tier", "fail", found=f"{target}: the last attempt failed: ", remedy="writable")
+    target.unlink()
+    wait_until(lambda: job()["written"] and not job()["error"], timeout_s=60, what="a written step")
+    report = patient_of(hosts["a"], tmp_path).doctor()
+    report.says("persistent-tier", "ok", found="this host wrote step 1")
+
+
 def test_a_run_whose_etcd_is_gone(tmp_path: Path) -> None:
     etcd = EtcdProcess(tmp_path / "etcd")
     etcd.start()

@@ -71,8 +71,9 @@ def test_a_live_run_is_refused(etcd_endpoint: str, etcd_config: EtcdConfig) -> N
         (("a/b",), "printable, not empty, and without '/'"),
         (("",), "printable, not empty, and without '/'"),
         (("a", "--etcd-endpoint", "host:port"), "neither host[:port]"),
-        (("a", "--etcd-conf", "cert"), "--etcd-conf takes NAME=VALUE, separated by commas"),
-        (("a", "--etcd-conf", "cert=/x"), "both cert= and key="),
+        (("a", "--etcd-endpoint", "e", "--etcd-conf", "cert"), "--etcd-conf takes NAME=VALUE, separated by commas"),
+        (("a", "--etcd-endpoint", "e", "--etcd-conf", "cert=/x"), "both cert= and key="),
+        (("a",), "does not know run 'a': give --etcd-endpoint"),
         ((), "RUN_ID"),
     ],
 )

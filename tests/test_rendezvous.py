@@ -1235,7 +1235,7 @@ def test_run_that_another_version_began_is_refused(launchers: Launchers) -> None
     job = Agreement.parse(launchers.keys()["rdzv/job"].value)
     launchers.ask(lambda etcd: etcd.delete(f"{launchers.prefix}rdzv/job/{job.name}"))
     launchers.make("a", (1, 1), lease_ttl="1")
-    with pytest.raises(RendezvousStateError, match="was begun by another version, or somebody removed the key"):
+    with pytest.raises(RendezvousStateError, match="was started by another version, or one of its keys"):
         launchers.handlers["a"].next_rendezvous()
 
 

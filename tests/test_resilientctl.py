@@ -152,7 +152,7 @@ def test_status_without_a_daemon_says_so(hosts: Hosts) -> None:
     answer = ctl(hosts, "status")
     assert answer.returncode == 1
     assert "no daemon answers at " in answer.stderr
-    assert "check RESILIENT_RUN_DIR" in answer.stderr
+    assert "RESILIENT_RUN_DIR and RESILIENT_SHM_DIR" in answer.stderr
 
 
 def test_gc_removes_what_no_launcher_holds_open(hosts: Hosts) -> None:

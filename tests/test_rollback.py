@@ -34,9 +34,12 @@ def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
     made.close()
 
 
-def rollback(run_id: str, endpoint: str, step: int, *options: str, run_dir: Path | None = None) -> tuple[int, str]:
-    """Return exit code and output of the command."""
-    command = ["rollback", run_id, "--to", str(step), "--etcd-endpoint", endpoint, *options]
+def rollback(
+    run_id: str, endpoint: str | None, step: int, *options: str, run_dir: Path | None = None
+) -> tuple[int, str]:
+    """Return exit code and output of the command; without `endpoint`, the daemon below `run_dir` knows it."""
+    where = [] if endpoint is None else ["--etcd-endpoint", endpoint]
+    command = ["rollback", run_id, "--to", str(step), *where, *options]
     environ = None if run_dir is None else {"RESILIENT_RUN_DIR": str(run_dir)}
     done = CliRunner().invoke(resilientctl, command, env=environ)
     return done.exit_code, done.output
@@ -66,7 +69,7 @@ def test_all_go_back_and_nothing_later_counts(hosts: Hosts, etcd_config: EtcdCon
     shutil.rmtree(planted)
     trainers[0].capture(7)
     order = threading.Thread(
-        target=lambda: answers.append(rollback(hosts.run_id, etcd_config.endpoints[0], 4, "--target", target)),
+        target=lambda: answers.append(rollback(hosts.run_id, None, 4, run_dir=hosts["a"].run_dir)),
         daemon=True,
     )
     order.start()

@@ -6,7 +6,12 @@ from resilient_run.daemon.ctl.status import _status_text
 
 
 def text(**job: Any) -> str:
-    about = {"run_id": "r", "host": "a", "launcher_pid": 7, "generation": 1, "world_size": 2, "slots": [], **job}
+    about = {"launcher_pid": 7, "generation": 1, "own_ranks": [], "world_size": 2, **job}
+    return told(**about)
+
+
+def told(**job: Any) -> str:
+    about = {"run_id": "r", "host": "a", "slots": [], **job}
     return _status_text({"pid": 1, "used_bytes": 0, "limit_bytes": 1 << 30, "jobs": [about]})
 
 
@@ -14,6 +19,19 @@ def test_a_standby_and_a_member() -> None:
     assert "launcher pid 7, generation 1, standby for 2 ranks, committed nothing" in text(own_ranks=[])
     assert "launcher pid 7, generation 1, ranks [1] of 2, committed nothing" in text(own_ranks=[1])
     assert "no launcher, generation 1, ranks [] of 2, committed nothing" in text(own_ranks=[], launcher_pid=None)
+
+
+def test_what_an_earlier_daemon_left() -> None:
+    """Only a launcher that comes back tells where etcd is, which knows what is committed."""
+    assert told().endswith(
+        "r on host a: left by an earlier daemon, and no launcher has come back: what it committed is not known here"
+    )
+
+
+def test_how_replicas_travel_where_there_are_some() -> None:
+    paced = {"every": 2, "reason": "the network is slow"}
+    assert "  replicas every 2 step(s): the network is slow" in text(holders=["a", "b"], replication=paced)
+    assert "replicas" not in text(holders=["a"], replication=paced)
 
 
 def test_an_etcd_that_is_silent() -> None:

@@ -123,7 +123,7 @@ def test_another_script_with_the_id_of_a_run(cluster: Cluster, script: Path, etc
     assert second.wait() == 1
     assert "goes on with script train.py (sha256 " in second.output
     assert "but this launcher has script other.py (sha256 " in second.output
-    assert "or let this one in with --rr-allow-different-script" in second.output
+    assert "or give this one --rr-allow-different-script" in second.output
     options = [*on_etcd(cluster, etcd_endpoint), "--rr-allow-different-script"]
     second.launch(options, [str(other), "4", "1000000", "0.05"])
     wait_until(lambda: "this host waits as a standby" in second.output, timeout_s=60, what="a standby", host=second)

@@ -104,7 +104,7 @@ class Capturer:
 
     @property
     def named(self) -> int:
-        """The step that the root has named to be captured next, as far as this rank has heard."""
+        """The step that the root wants captured next, to this rank's knowledge."""
         with self._changed:
             return self._slots.next
 

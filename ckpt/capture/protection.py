@@ -33,7 +33,7 @@ class Protection:
     """Whether a failure now would cost little; as a condition it is true when it would.
 
     Attributes:
-        steps_at_risk: Completed steps that are not committed, as far as this rank has heard.
+        steps_at_risk: Completed steps that are not committed, to this rank's knowledge.
         seconds_at_risk: Since when the oldest of them has been completed; 0 without one.
         reason: Why it is not protected, "" while it is.
     """

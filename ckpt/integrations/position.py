@@ -51,7 +51,7 @@ class PositionedLoader:
     """
 
     def __init__(self, loader: Any, *, ahead: int = 0, whole: bool = False) -> None:
-        """Take the place of a loader.
+        """Wrap a loader, and record its position.
 
         Args:
             loader: A `torch.utils.data.DataLoader`.

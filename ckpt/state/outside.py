@@ -83,7 +83,7 @@ def other_modes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def ambiguous(modules: dict[str, torch.nn.Module]) -> str | None:
-    """Return what to tell of two tensors whose names are the same, as those of "a" and "a.b" may be."""
+    """Return what is wrong with two tensors of one name, as modules "a" and "a.b" may have, or None."""
     known: dict[str, torch.Tensor] = {}
     for name, module in modules.items():
         for key, tensor in chain(named_parameters(module), named_buffers(module)):

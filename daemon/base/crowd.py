@@ -8,7 +8,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Crowd(Generic[T]):
-    """Members, each from one source, such as an address; one too many costs the largest source its oldest.
+    """Members, each from one source, such as an address. Over the limit, the busiest source loses its oldest member.
 
     Args:
         per_source: Most members of one source.

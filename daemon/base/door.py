@@ -1,8 +1,8 @@
-"""A listening socket that a flood does not close: who has not said what it wants costs little, and goes first.
+"""A listening socket that a flood does not close: connections without a message cost little, and are closed first.
 
-Whoever connects is a stranger until its first message is here. Strangers have no task and no buffer beyond that one
-small message; there is room for so many of them (`Crowd`), and one too many costs the largest source its oldest. So
-while thousands of silent connections come in, those that are known are not touched, and whoever speaks at once gets in.
+A connection is a *stranger* until its first message arrives. A stranger has no task, and no buffer beyond that one
+small message. Their number is limited (`Crowd`): over the limit, the busiest source loses its oldest connection. So
+thousands of silent connections do not affect known ones, and a client that speaks at once is served.
 """
 
 import asyncio

@@ -72,7 +72,7 @@ class Supervisor:
             pause_s = min(2 * pause_s, _PAUSE_S[1])
 
     async def once(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Await `work()`, something that whoever began it begins again by itself, or that nobody waits for."""
+        """Run `work` once, and log its failure: the caller retries it, or does not wait for it."""
         try:
             await work()
         except Exception as error:  # noqa: BLE001 - the boundary between tasks
@@ -122,7 +122,7 @@ async def first(*work: Awaitable[T]) -> T:
 
 
 async def _finish(work: Callable[[], Awaitable[None]]) -> None:
-    """Await `work()`; who is cancelled meanwhile ends, also if what `work` cleaned up with failed."""
+    """Await `work()`. Cancellation wins over an exception that `work` raises while it cleans up."""
     task = asyncio.ensure_future(work())
     try:
         await asyncio.wait([task])

@@ -22,6 +22,10 @@ def ask(settings: Settings, op: str, **fields: Any) -> dict[str, Any]:
     try:
         return ask_daemon(address, op, within_s=_ANSWER_TIMEOUT_S, **fields)
     except (OSError, WireError) as error:
-        raise click.ClickException(f"no daemon answers at {address}: {error}; check RESILIENT_RUN_DIR") from error
+        why = getattr(error, "strerror", None) or error
+        raise click.ClickException(
+            f"no daemon answers at {address} ({why}): start a run on this host, or "
+            "say which daemon is asked: --run-dir and --shm-dir, or RESILIENT_RUN_DIR and RESILIENT_SHM_DIR"
+        ) from error
     except DaemonError as error:
         raise click.ClickException(str(error)) from error

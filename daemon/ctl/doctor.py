@@ -26,7 +26,7 @@ _SHOWN = {FAIL: "FAIL", WARN: "warn"}
 
 
 @click.command()
-@etcd_options(None)
+@etcd_options(of_run=False)
 @click.option("--state-gb", type=Finite(0, 1e6, min_open=True), help="GiB of one rank's state.")
 @click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on this host.")
 @click.option(

@@ -8,6 +8,7 @@ import click
 
 from resilient_run.ckpt.errors import DaemonError
 
+from ..base.settings import Settings
 from ..base.spec import Finite
 from ..etcd.client import Etcd, EtcdConfig, EtcdError
 from ..run import keys
@@ -15,7 +16,7 @@ from ..run.mirror import Mirror, pair_of_entry
 from ..run.quarantine import Quarantine
 from ..run.records import Agreement, Failure
 from ..run.rounds import Round, allowed
-from .etcd import check_run_id, etcd_options, parse_etcd
+from .etcd import check_run_id, etcd_of, etcd_options
 
 timeout_option = click.option(
     "--timeout",
@@ -41,16 +42,26 @@ timeout_option = click.option(
     help="How long the run does without the host, if it stays.",
 )
 @timeout_option
-@etcd_options("127.0.0.1:2379")
-def drain(host: str, run_id: str, avoided_s: float, timeout_s: float, etcd_endpoint: str, etcd_conf: str) -> None:
+@etcd_options(of_run=True)
+@click.pass_obj
+def drain(
+    settings: Settings,
+    host: str,
+    run_id: str,
+    avoided_s: float,
+    timeout_s: float,
+    etcd_endpoint: str | None,
+    etcd_conf: str,
+) -> None:
     """Move the ranks of HOST to a standby, or let a run with --rr-elastic go on without them.
 
     The run is interrupted once, right after a commit. The command ends when the run has committed a step elsewhere:
     HOST then holds nothing that is needed, and its launcher may be ended.
     """
     check_run_id(run_id, "--run-id")
+    config = etcd_of(settings, run_id, etcd_endpoint, etcd_conf)
     try:
-        done = asyncio.run(_drain(parse_etcd(etcd_endpoint, etcd_conf), run_id, host, avoided_s, timeout_s))
+        done = asyncio.run(_drain(config, run_id, host, avoided_s, timeout_s))
     except TimeoutError:
         raise click.ClickException(
             f"run {run_id!r} has committed nothing without host {host} within {timeout_s:g} s: keep the host, and see "

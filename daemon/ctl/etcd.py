@@ -5,17 +5,19 @@ from typing import Any, TypeVar
 
 import click
 
+from ..base.settings import Settings
 from ..etcd.client import EtcdConfig
 from ..etcd.config import ACCESS
+from .ask import ask
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def etcd_options(default: str | None) -> Callable[[_Command], _Command]:
+def etcd_options(*, of_run: bool) -> Callable[[_Command], _Command]:
     """Return the decorator that adds `etcd_endpoint` and `etcd_conf` to a command.
 
     Args:
-        default: The endpoint; None makes etcd optional.
+        of_run: Whether the command needs etcd, and asks `etcd_of` where it is.
     """
 
     def add(command: _Command) -> _Command:
@@ -28,14 +30,31 @@ def etcd_options(default: str | None) -> Callable[[_Command], _Command]:
         )
         endpoint = click.option(
             "--etcd-endpoint",
-            default=default,
-            show_default=default is not None,
             metavar="HOST[:PORT],…",
-            help="The run's --rdzv-endpoint; `resilientctl status` shows it.",
+            help=f"The run's --rdzv-endpoint. Default: {'what its daemon here uses' if of_run else 'none'}.",
         )
         return endpoint(conf(command))
 
     return add
+
+
+def etcd_of(settings: Settings, run_id: str, endpoint: str | None, conf: str) -> EtcdConfig:
+    """Return where the etcd of a run is, which the daemon of this host may know.
+
+    Raises:
+        click.ClickException: It does not, and the options do not say it.
+    """
+    if endpoint is None:
+        try:
+            jobs = ask(settings, "status")["jobs"]
+        except click.ClickException:
+            jobs = []
+        endpoint = next((job["etcd"] for job in jobs if job["run_id"] == run_id and "etcd" in job), None)
+    if endpoint is None:
+        raise click.UsageError(
+            f"the daemon of this host does not know run {run_id!r}: give --etcd-endpoint (the run's --rdzv-endpoint)"
+        )
+    return parse_etcd(endpoint, conf)
 
 
 def parse_etcd(endpoint: str, conf: str) -> EtcdConfig:

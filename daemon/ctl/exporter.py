@@ -20,7 +20,7 @@ _SHORTEST: Final = 16
 def _address(context: click.Context, param: click.Parameter, value: str) -> tuple[str, int]:
     host, _, port = value.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise click.BadParameter(f"{value!r} is not ADDRESS:PORT", context, param)
+        raise click.BadParameter(f"{value!r} is not ADDRESS:PORT, with a port from 0 to 65535", context, param)
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -56,9 +56,9 @@ def exporter(
     """
     if (password_file is None) is not is_open:
         raise click.UsageError(
-            "choose one of --password-file FILE (`resilientctl keygen FILE` makes one) and --open, which lets in "
-            "everybody who reaches the address, at least every user of this host: they read the names of runs "
-            "and hosts, and why they failed"
+            "choose one of --password-file FILE (`resilientctl keygen FILE` makes one) and --open. With --open, "
+            "everybody who reaches the address, at least every user of this host, reads the names of runs and hosts, "
+            "and why they failed"
         )
     if (certificate is None) is not (private_key is None):
         raise click.UsageError("give both --certificate and --private-key, or neither")

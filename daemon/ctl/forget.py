@@ -5,9 +5,10 @@ import json
 
 import click
 
+from ..base.settings import Settings
 from ..etcd.client import Etcd, EtcdConfig, EtcdError
 from ..run import keys
-from .etcd import check_run_id, etcd_options, parse_etcd
+from .etcd import check_run_id, etcd_of, etcd_options
 
 
 class _StillRuns(Exception):
@@ -16,15 +17,16 @@ class _StillRuns(Exception):
 
 @click.command()
 @click.argument("run_id")
-@etcd_options("127.0.0.1:2379")
+@etcd_options(of_run=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def forget(run_id: str, etcd_endpoint: str, etcd_conf: str, as_json: bool) -> None:
+@click.pass_obj
+def forget(settings: Settings, run_id: str, etcd_endpoint: str | None, etcd_conf: str, as_json: bool) -> None:
     """Delete what etcd still has of the failed run RUN_ID, so that it cannot be continued and the id is free.
 
     Refuses while a launcher of the run is alive. Slots in memory stay until daemons collect them (`resilientctl gc`).
     """
     check_run_id(run_id, "RUN_ID")
-    config = parse_etcd(etcd_endpoint, etcd_conf)
+    config = etcd_of(settings, run_id, etcd_endpoint, etcd_conf)
     try:
         deleted = asyncio.run(_forget(config, keys.prefix(run_id)))
     except _StillRuns as error:

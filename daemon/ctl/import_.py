@@ -33,7 +33,7 @@ from .etcd import check_run_id, etcd_options, parse_etcd
 )
 @click.option("--step", type=click.IntRange(min=1), help="Completed steps. Default: what `export` wrote there.")
 @click.option("--strict", is_flag=True, help="The run refuses it if something that it registers is missing.")
-@etcd_options(None)
+@etcd_options(of_run=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def import_(

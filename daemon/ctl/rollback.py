@@ -19,7 +19,7 @@ from ..run.rounds import Round
 from ..tier.persist_plan import PersistAnswer, PersistRequest
 from ..tier.tier import Tier, TierError, call
 from .drain import timeout_option
-from .etcd import check_run_id, etcd_options, parse_etcd
+from .etcd import check_run_id, etcd_of, etcd_options
 from .export import job_of, target_option
 
 _NAMED = 20
@@ -30,7 +30,7 @@ _NAMED = 20
 @click.option("--to", "step", type=click.IntRange(min=0), required=True, help="The step.")
 @target_option
 @timeout_option
-@etcd_options("127.0.0.1:2379")
+@etcd_options(of_run=True)
 @click.pass_obj
 def rollback(
     settings: Settings,
@@ -38,7 +38,7 @@ def rollback(
     step: int,
     target: str | None,
     timeout_s: float,
-    etcd_endpoint: str,
+    etcd_endpoint: str | None,
     etcd_conf: str,
 ) -> None:
     """Restart the run RUN_ID from a committed step that is in memory or in the persistent tier.
@@ -49,7 +49,7 @@ def rollback(
     try:
         url = target or (job_of(settings, run_id).get("persist") or {}).get("target")
         tier = None if url is None else Tier(url, run_id)
-        config = parse_etcd(etcd_endpoint, etcd_conf)
+        config = etcd_of(settings, run_id, etcd_endpoint, etcd_conf)
         done = asyncio.run(_Rollback(run_id, step, tier).run(config, timeout_s))
     except TimeoutError:
         raise click.ClickException(

@@ -36,15 +36,7 @@ def _status_text(answer: dict[str, Any]) -> str:
 
 
 def _job_lines(job: dict[str, Any], now_unix_s: float) -> Iterator[str]:
-    launcher = f"launcher pid {job['launcher_pid']}" if job.get("launcher_pid") else "no launcher"
-    watermark = job.get("watermark")
-    committed = f"step {watermark['step']} (generation {watermark['generation']})" if watermark else "nothing"
-    own, all_ = job.get("own_ranks", []), job.get("world_size", 0)
-    stands_by = job.get("launcher_pid") and all_ and not own
-    yield (
-        f"{job['run_id']} on host {job['host']}: {launcher}, generation {job.get('generation', 0)}, "
-        f"{f'standby for {all_} ranks' if stands_by else f'ranks {own} of {all_}'}, committed {committed}"
-    )
+    yield f"{job['run_id']} on host {job['host']}: {_state(job)}"
     if job.get("etcd"):
         silent_s = job.get("etcd_silent_s") or 0.0
         yield f"  etcd: {job['etcd']}{f', silent for {silent_s:.0f} s' if silent_s > _SILENT_S else ''}"
@@ -53,7 +45,7 @@ def _job_lines(job: dict[str, Any], now_unix_s: float) -> Iterator[str]:
     if (protection := job.get("protection")) is not None:
         why = f"; not protected, at most {protection['most_steps']}: {protection['reason']}"
         yield f"  {protection['steps_at_risk']} step(s) at risk{'' if protection['protected'] else why}"
-    if job.get("replication"):
+    if len(job.get("holders", [])) > 1:
         yield f"  replicas every {job['replication']['every']} step(s): {job['replication']['reason']}"
     if (tier := job.get("persist")) is not None:
         step = f"step {tier['written'][1]}" if tier["written"] else "nothing yet"
@@ -68,6 +60,16 @@ def _job_lines(job: dict[str, Any], now_unix_s: float) -> Iterator[str]:
         held = f"generation {slot['generation']} step {slot['step']}" if slot["step"] is not None else "-"
         size = f"{slot['bytes'] / (1 << 20):>10.1f} MiB"
         yield f"  rank {slot['rank']:<5} {slot['file']:<18} {size}  {slot['state']:<8}  {held}"
+
+
+def _state(job: dict[str, Any]) -> str:
+    if "generation" not in job:
+        return "left by an earlier daemon, and no launcher has come back: what it committed is not known here"
+    launcher = f"launcher pid {job['launcher_pid']}" if job["launcher_pid"] else "no launcher"
+    watermark, own, all_ = job.get("watermark"), job["own_ranks"], job["world_size"]
+    committed = f"step {watermark['step']} (generation {watermark['generation']})" if watermark else "nothing"
+    ranks = f"standby for {all_} ranks" if job["launcher_pid"] and all_ and not own else f"ranks {own} of {all_}"
+    return f"{launcher}, generation {job['generation']}, {ranks}, committed {committed}"
 
 
 def root_lines(root: dict[str, Any], now_unix_s: float) -> list[str]:

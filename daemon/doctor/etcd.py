@@ -240,7 +240,7 @@ def _space(heard: list[_Answer]) -> Finding:
     if any(answer.remembers_long for answer in heard):
         return warn(
             "etcd-space",
-            f"{found}, with more than {_LONG:,} changes: every commit makes some, and it forgets none until it is full",
+            f"{found}, with more than {_LONG:,} changes: without compaction, its commits fill it",
             _FORGET,
         )
     return ok("etcd-space", found)

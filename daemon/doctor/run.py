@@ -143,6 +143,8 @@ def _run(before: _Job, job: _Job, where: str) -> Iterator[Finding]:
         yield _commits(run, before, job)
         yield _captures(run, before, job)
     yield from _replicas(run, job)
+    if (tier := job.get("persist")) is not None:
+        yield _persistent_tier(run, tier)
     for host, quarantine in sorted(job["root"]["quarantines"].items()):
         if (left_s := quarantine["until_unix_s"] - time.time()) > 0:
             found = f"{run}: host {host} is avoided for another {left_s:.0f} s: {quarantine['reason']}"
@@ -214,6 +216,14 @@ def _replicas(run: str, job: _Job) -> Iterator[Finding]:
         )
     else:
         yield ok("replicas", found)
+
+
+def _persistent_tier(run: str, tier: dict[str, Any]) -> Finding:
+    if tier["error"]:
+        remedy = "make it reachable and writable for the daemon, whose environment has the credentials"
+        return fail("persistent-tier", f"{run}: {tier['target']}: the last attempt failed: {tier['error']}", remedy)
+    written = f"this host wrote step {tier['written'][1]}" if tier["written"] else "nothing was due yet"
+    return ok("persistent-tier", f"{run}: {tier['target']}: {written}")
 
 
 def _committed(job: _Job) -> int:

@@ -376,7 +376,7 @@ class Etcd:
         return {key: entry for key, entry in found if entry is not None}, revision
 
     def _forget(self, revision: int) -> None:
-        """Note that etcd came back as it was at `revision`."""
+        """Record that etcd lost data: it is back at `revision`, older than what was seen."""
         log.error("etcd at %s lost its data: revision %d after %d", self._rpc.config.where, revision, self._revision)
         self.has_forgotten = True
         self._losses += 1

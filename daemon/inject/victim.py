@@ -1,4 +1,4 @@
-"""A process that a fault strikes: named by pid and start time, so that no later process with its pid is struck."""
+"""The process that a fault targets, identified by pid and start time: a later process may have its pid."""
 
 import os
 import signal

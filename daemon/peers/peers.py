@@ -231,7 +231,7 @@ async def _prove(sock: SecureSocket, hello: wire.Message) -> str:
     """Return the host that the client has proven to be.
 
     Raises:
-        OSError: It has not, or is gone.
+        OSError: It has not proven any, or is unreachable.
         DaemonError: It says that it is another one, or now wants something else than its first `hello` said.
         WireError: It does not say hello again.
     """

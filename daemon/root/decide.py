@@ -222,7 +222,7 @@ def _classify(view: RootView, failure: Failure) -> tuple[str, str]:
         return "hardware failure", "nothing is committed yet, training starts over"
     live = view.daemons & frozenset(view.members) - {failure.host}
     if unheld := view.unheld(live):
-        return "hardware failure", f"no live host reports rank {unheld[0]} at {where}"
+        return "hardware failure", f"no live host has reported a replica of rank {unheld[0]} at {where} yet"
     return "hardware failure", f"peers hold {where} of every rank"
 
 

@@ -1,4 +1,4 @@
-"""Who is asked for hosts, to replace one or to stand by, and takes them back (the cloud operator of Gemini, 6.6.2)."""
+"""Requests and releases hosts, as replacements and standbys (the cloud operator of Gemini, 6.6.2)."""
 
 import asyncio
 import json

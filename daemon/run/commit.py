@@ -150,7 +150,7 @@ class Lead:
     """
 
     def __init__(self) -> None:
-        """Begin as if commits were faster than steps."""
+        """Start by assuming that a commit takes less time than a step."""
         self._steps = 1
         self._patience = _FIRST_PATIENCE
         self._kept = 0

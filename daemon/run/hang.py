@@ -101,7 +101,7 @@ class _Generation:
 
 
 class HangDetector:
-    """Hears of every rank of this host what its trainer does, and tells when the generation hangs.
+    """Tracks the activity of each rank of this host, and detects a hung generation.
 
     Args:
         policy: The limits.

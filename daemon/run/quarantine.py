@@ -9,7 +9,7 @@ _MAX_REASON_BYTES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quarantine(Record):
-    """A host is only used where a round could not reach its minimum size without it.
+    """A quarantined host is used only if the round would be too small without it.
 
     Attributes:
         since_unix_s: When it began; failures before it do not count towards another one.

@@ -112,7 +112,7 @@ class JobSlots:
 
     @property
     def is_kept(self) -> bool:
-        """Tell whether nobody may collect these slots, though no launcher holds the job open."""
+        """Tell whether these slots must be kept although no launcher holds the job open."""
         return is_kept(self.directory, self.record)
 
     @property

@@ -109,7 +109,7 @@ class Tier:
         target: A directory or an fsspec URL.
         run_id: The run.
         level: zstandard's compression level.
-        host: Who writes, "" for who is no daemon.
+        host: The host that writes; "" outside of daemons.
         of_others: Whether pairs may be another user's, for who reads what they have named. Else what a stranger has
             made there, in a directory where others may write, is a TierError.
     """

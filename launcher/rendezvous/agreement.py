@@ -60,7 +60,7 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> Li
             continue
         if not life.revision:
             raise RendezvousStateError(
-                f"run {run_id!r} in etcd was begun by another version, or somebody removed the key of its life: "
+                f"run {run_id!r} in etcd was started by another version, or one of its keys was deleted: "
                 "`resilientctl forget` it, or choose another --rdzv-id"
             )
         job, openings = life.job, life.openings(terms, abandoned=abandoned)
@@ -83,7 +83,7 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> Li
         raise RendezvousStateError(
             f"run {run_id!r} goes on with {', '.join(theirs[name] for name in differing)}, but this launcher has "
             f"{', '.join(own[name] for name in differing)}: start every launcher of a run with the same values, or "
-            f"choose another --rdzv-id{', or let this one in with --rr-allow-different-script' if may_differ else ''}"
+            f"choose another --rdzv-id{', or give this one --rr-allow-different-script' if may_differ else ''}"
         )
 
 

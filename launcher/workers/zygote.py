@@ -365,7 +365,7 @@ def _is_orphan() -> bool:
 
 
 def _become_worker(request: dict[str, Any], streams: list[int]) -> None:
-    """Give this fork of the zygote what its own start as a child of the launcher would have given it."""
+    """Set up this fork of the zygote as if the launcher had started it directly."""
     with contextlib.suppress(ValueError):
         sys.meta_path.remove(_unfound)
     _take_place(request, streams)
