@@ -276,7 +276,7 @@ def main() -> None:
         choices=(*NATURAL, *SELECTED, *STRAWMEN),
         help=f"{BASE} and others; by default those of the figures",
     )
-    arguments.add_argument("--steps", type=int, default=2, help="of a turn")
+    arguments.add_argument("--steps", type=int, default=1, help="of a turn")
     arguments.add_argument("--rounds", type=int, default=5, help="in which contenders take turns")
     arguments.add_argument(
         "--settled", type=int, default=20, help="steps before gradients are looked at; 0: not at all"

@@ -121,7 +121,7 @@ class Recommender(Training):
     def _drawn(self, examples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         ids = torch.stack([zipf((examples,), size, generator) for size in self.sizes.tolist()], 1)
         taste = self._taste[ids + self.module.starts]
-        factors = taste[..., 1:] / 2
+        factors = taste[..., 1:] / 4
         score = taste[..., 0].sum(1) + (factors.sum(1).square() - factors.square().sum(1)).sum(1) / 2
         return ids, (torch.rand(examples, generator=generator) < score.sigmoid()).float()
 
