@@ -15,7 +15,9 @@ that it begins with, and for the optimum; how long it takes from the optimum, wh
 with single prunings (Table 5.1), where both are enough.
 """
 
+import math
 import multiprocessing
+import resource
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -88,16 +90,21 @@ def reference(
 ) -> tuple[float, float] | None:
     """Return the CPU time of Algorithm 5.1 and of an iteration with its plan; None if it does not end in time."""
     mine, other = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.Process(target=_reference, args=(problem, prunings, start, other))
+    process = multiprocessing.Process(target=_reference, args=(problem, math.ceil(limit_s), prunings, start, other))
     process.start()
     other.close()
-    found: tuple[float, float] | None = mine.recv() if mine.poll(limit_s) else None
-    process.kill()
+    try:
+        found: tuple[float, float] | None = mine.recv()
+    except EOFError:  # the limit ended it
+        found = None
     process.join()
     return found
 
 
-def _reference(problem: FusionProblem, prunings: Collection[int], start: Strategy | None, answer: Connection) -> None:
+def _reference(
+    problem: FusionProblem, limit_s: int, prunings: Collection[int], start: Strategy | None, answer: Connection
+) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))  # wall time would depend on what else runs
     begin_s = time.process_time()
     strategy = algorithm_5_1(problem, prunings, start)
     answer.send((time.process_time() - begin_s, problem.iteration_s(strategy)))
