@@ -426,11 +426,11 @@ BENCHMARKS: Final = (
         root=True,
         results=(
             Result(name="zen-trained", minutes=10, figures=()),
-            Result(name="zen-trained-1000", arguments="--rate 1000mbit --settled 0", minutes=7, figures=()),
+            Result(name="zen-trained-1000", arguments="--hosts 4 --rate 1000mbit --settled 0", minutes=3, figures=()),
             Result(
                 name="zen-trained-losses",
-                arguments="--hosts 2 4 --rate 10000mbit --settled 0 --steps 30 --contenders all-reduce agsparse zen "
-                "'strawman, 2 |G|' 'strawman, 8 |G|' 'dgc, agsparse' 'dgc, zen'",
+                arguments="--hosts 2 --models DeepFM BERT --rate 10000mbit --settled 0 --steps 30 "
+                "--contenders all-reduce agsparse zen 'strawman, 2 |G|' 'strawman, 8 |G|' 'dgc, agsparse' 'dgc, zen'",
                 minutes=8,
                 figures=(),
             ),
