@@ -435,6 +435,30 @@ BENCHMARKS: Final = (
         ),
     ),
     Benchmark(
+        script="benchmarks/zen_trained.py",
+        root=True,
+        results=(
+            Result(
+                name="zen-trained",
+                minutes=10,
+                figures=("3.1", "3.11", "3.13", "3.15", "ZEN 13", "ZEN 14", "ZEN 15"),
+            ),
+            Result(
+                name="zen-trained-1000",
+                arguments="--hosts 4 --rate 1000mbit --settled 0",
+                minutes=3,
+                figures=("3.12", "ZEN 13", "ZEN 14"),
+            ),
+            Result(
+                name="zen-trained-losses",
+                arguments="--hosts 2 --models DeepFM BERT --rate 10000mbit --settled 0 --steps 30 "
+                "--contenders all-reduce agsparse zen 'strawman, 2 |G|' 'strawman, 8 |G|' 'dgc, agsparse' 'dgc, zen'",
+                minutes=5,
+                figures=("3.14", "ZEN 18"),
+            ),
+        ),
+    ),
+    Benchmark(
         script="benchmarks/advise.py",
         root=True,
         also=("comm/cli",),

@@ -63,7 +63,7 @@ class RecordingTransport(Transport):
 
     def repeat(self, times: int = 1) -> None:
         """Make the calls of the last step again."""
-        with self._paused():
+        with self.paused():
             for _ in range(times):
                 for call in self._calls:
                     call()
@@ -71,11 +71,12 @@ class RecordingTransport(Transport):
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """As of `Transport`; nor is it recorded."""
-        with self._paused(), super().uncounted():
+        with self.paused(), super().uncounted():
             yield
 
     @contextmanager
-    def _paused(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
+        """Record nothing in the block."""
         recording, self._recording = self._recording, False
         try:
             yield
@@ -167,11 +168,6 @@ def measure(
         at_most_s: For all samples together, about; one is taken anyway.
     """
 
-    def repeated_s(times: int) -> float:
-        began_s = _started_together(transport)
-        transport.repeat(times)
-        return _greatest(transport, [_seconds_since(began_s, transport) / times])[0]
-
     step_s: list[float] = []
     for gradient in gradients:
         transport.forget()
@@ -183,18 +179,30 @@ def measure(
     step_s = _greatest(transport, step_s)
     counts = [traffic.received_bytes, traffic.header_bytes, traffic.rounds]
     received_bytes, header_bytes, rounds = map(round, _greatest(transport, counts))
-    with transport.uncounted():
-        once_s = repeated_s(1)
-        batch = max(1, min(_GREATEST_BATCH, round(sample_s / max(once_s, sample_s / _GREATEST_BATCH))))
-        samples = max(1, min(repeats, round(at_most_s / (batch * once_s))))
-        messages_s = [repeated_s(batch) for _ in range(samples)]
     return Measurement(
         step_s=step_s[warm_up:] or step_s,
         received_bytes=received_bytes,
         header_bytes=header_bytes,
         rounds=rounds,
-        messages_s=messages_s,
+        messages_s=seconds_of_messages(transport, repeats=repeats, sample_s=sample_s, at_most_s=at_most_s),
     )
+
+
+def seconds_of_messages(
+    transport: RecordingTransport, *, repeats: int, sample_s: float, at_most_s: float = 10.0
+) -> list[float]:
+    """Repeat the messages of the last step, with arguments as of `measure`; all ranks get the same."""
+
+    def repeated_s(times: int) -> float:
+        began_s = _started_together(transport)
+        transport.repeat(times)
+        return _greatest(transport, [_seconds_since(began_s, transport) / times])[0]
+
+    with transport.uncounted():
+        once_s = repeated_s(1)
+        batch = max(1, min(_GREATEST_BATCH, round(sample_s / max(once_s, sample_s / _GREATEST_BATCH))))
+        samples = max(1, min(repeats, round(at_most_s / (batch * once_s))))
+        return [repeated_s(batch) for _ in range(samples)]
 
 
 def _started_together(transport: Transport) -> float:

@@ -7,14 +7,17 @@ is quickest without compression, and with the quickest option that GPUs compress
 may be offloaded; those of one size and option form a group, and Algorithm 4.2 looks at each number of each group: so
 many combinations. Thousands of them are more than the 4096 up to which our `offload` tries all. How many tensors are
 compressed depends on the pace of computation: 10 TFLOP/s, and the pace that gives the scaling factors of the thesis
-(`planned_scaling.py`).
+(`planned_scaling.py`). Brute force lets each compressed tensor stay or move, with the same vectorised code; of more
+than a million strategies it looks at some thousands, and its time is that of all in proportion.
 
     python benchmarks/tensor_sizes.py --json FILE.json --plot FILE.svg
 """
 
 import time
 from collections import Counter
-from math import prod
+from collections.abc import Mapping
+from itertools import islice, product
+from math import inf, prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,8 +28,8 @@ from report import Constant, Summary, constant, parser, table, write_json
 
 from resilient_run.comm.espresso.cost import Costs
 from resilient_run.comm.espresso.espresso import Espresso
-from resilient_run.comm.espresso.greedy import greedy, offload
-from resilient_run.comm.espresso.strategy import Choice
+from resilient_run.comm.espresso.greedy import best_moved, greedy, offload
+from resilient_run.comm.espresso.strategy import Choice, Problem, Strategy
 from resilient_run.comm.plan.constraints import gpu_only, uncompressed
 from resilient_run.comm.plan.model import Model, read_model
 from resilient_run.comm.plan.tree import Device, all_options
@@ -46,6 +49,10 @@ FIGURES: Final = {
 }
 """Where the thesis has what gives the pace of a model."""
 REPETITIONS: Final = 5
+MOST_STRATEGIES: Final = 1 << 20
+"""That brute force looks at all of."""
+AT_ONCE: Final = 1 << 13
+"""Strategies."""
 
 
 def model_of(name: str) -> Model:
@@ -106,7 +113,44 @@ def offloading(model: Model) -> dict[str, Any]:
         "combinations": prod(count + 1 for count in groups.values()),
         "offloaded": sum(before != after for before, after in zip(found, moved, strict=True)),
         "offload_cpu_ms": Summary.of(taken_ms),
+        "offload_iteration_s": job.problem.iteration_s(moved),
+        "brute_force": brute_force(job.problem, found, on_cpu),
     }
+
+
+def brute_force(problem: Problem, strategy: Strategy, on_cpu: Mapping[int, int]) -> dict[str, Any]:
+    """Return how many strategies there are, the CPU time of looking at all of them, and the best one's iteration."""
+    able = [[place] for place, choice in enumerate(strategy) if on_cpu[choice] != choice]
+    strategies = 2 ** len(able)
+    tried = product(range(2), repeat=len(able))
+    most = strategies if strategies <= MOST_STRATEGIES else AT_ONCE
+    best_s, looked_at = inf, 0
+    began_s = time.process_time()
+    while looked_at < most:
+        some = list(islice(tried, AT_ONCE))
+        best_s = min(best_s, problem.iteration_s(best_moved(problem, strategy, on_cpu, able, iter(some))))
+        looked_at += len(some)
+    taken_s = time.process_time() - began_s
+    return {
+        "strategies": strategies,
+        "looked_at": looked_at,
+        "cpu_s": taken_s * (strategies / looked_at),
+        "best_iteration_s": best_s if looked_at == strategies else None,
+    }
+
+
+def better(found: Mapping[str, Any]) -> str:
+    """Return by how much an iteration is shorter with what brute force finds than with what Algorithm 4.2 finds."""
+    best_s = found["brute_force"]["best_iteration_s"]
+    return "" if best_s is None else f"{1 - best_s / found['offload_iteration_s']:.1%} better"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words."""
+    for unit, of_it in (("years", 365.25 * 86400), ("h", 3600), ("s", 1)):
+        if seconds >= of_it:
+            return f"{seconds / of_it:.3g} {unit}"
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def plot(path: Path, by_size: dict[int, float], counts: dict[str, dict[int, int]]) -> None:
@@ -159,7 +203,16 @@ def main() -> None:
     for title, by_model in (("10 TFLOP/s", found), ("the pace of the thesis", found_at_pace)):
         table(
             f"Offloading at {title}, 64 GPUs, NVLink and 100 Gbit/s, DGC",
-            ("model", *columns, "thesis: compressed", "most of one size", "CPU ms", "thesis: ms"),
+            (
+                "model",
+                *columns,
+                "thesis: compressed",
+                "most of one size",
+                "CPU ms",
+                "thesis: ms",
+                "brute force",
+                "finds",
+            ),
             [
                 (
                     name,
@@ -168,6 +221,8 @@ def main() -> None:
                     str(max(counts[name].values())),
                     f"{each['offload_cpu_ms']:.1f}",
                     str(THESIS_OFFLOAD_MS.get(name, "")),
+                    duration(each["brute_force"]["cpu_s"]),
+                    better(each),
                 )
                 for name, each in by_model.items()
             ],

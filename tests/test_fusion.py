@@ -163,7 +163,9 @@ def test_algorithm_5_1_equals_brute_force(prunings: tuple[int, ...]) -> None:
     for _ in range(500):
         problem = random_problem(rng, most=8, decode=False)
         best_s = least_s(problem)
-        assert problem.iteration_s(algorithm_5_1(problem, prunings)) == pytest.approx(best_s, rel=1e-12)
+        for start in (None, layer_wise(problem)):
+            found = algorithm_5_1(problem, prunings, start)
+            assert problem.iteration_s(found) == pytest.approx(best_s, rel=1e-12)
 
 
 def test_each_pruning_of_algorithm_5_1_saves_work() -> None:

@@ -234,6 +234,18 @@ def test_a_skewed_gradient_overloads_one_sparse_server_but_none_of_zen() -> None
     assert skewness(given[0], 8) > 3
 
 
+def test_strawman_loses_what_it_reports() -> None:
+    given = gradients(2, (20_000,), density=0.2)
+
+    def work(transport: Transport) -> tuple[Tensor, int]:
+        scheme = Strawman(transport, memory=2)
+        return scheme.reduce("weight", given[transport.rank].clone()), scheme.losses["weight"].lost
+
+    (result, lost), (_, lost_there) = run_ranks(2, work)
+    # Both lose what both have beside the same other one.
+    assert max(lost, lost_there) <= int((result != in_order(given)).sum()) <= lost + lost_there
+
+
 def test_strawman_reports_what_it_loses() -> None:
     given = gradients(2, (20_000,), density=0.2, overlap=1)
 

@@ -9,7 +9,9 @@ from .fusions import best_of, evenly_split, one_group
 from .system import System
 
 
-def algorithm_5_1(problem: FusionProblem, prunings: Collection[int] = (1, 2)) -> Strategy:
+def algorithm_5_1(
+    problem: FusionProblem, prunings: Collection[int] = (1, 2), start: Strategy | None = None
+) -> Strategy:
     """Return the strategy that Cupcake's Algorithm 5.1 finds, mended; optimal for affine costs without decoding.
 
     As printed it never considers the single group, uses an undefined variable, lacks the case that nothing is left, and
@@ -22,6 +24,7 @@ def algorithm_5_1(problem: FusionProblem, prunings: Collection[int] = (1, 2)) ->
     Args:
         problem: Its costs are affine.
         prunings: Which of the two to use; neither is needed to find the optimum (Table 5.1 has what they save).
+        start: The strategy to begin with; None for that of the paper.
 
     Raises:
         ValueError: Decoding is not free, or a cost is measured points, with which the prunings would lose the best.
@@ -30,16 +33,21 @@ def algorithm_5_1(problem: FusionProblem, prunings: Collection[int] = (1, 2)) ->
         raise ValueError("Algorithm 5.1 needs affine costs, alpha_s and beta_s_per_byte; use cupcake, which takes any")
     if _system(problem).decompress(problem.size_bytes[-1]):
         raise ValueError("Algorithm 5.1 does not know decoding; use cupcake, which does")
-    return _Algorithm51(problem, prunings).run()
+    return _Algorithm51(problem, prunings, start or first(problem)).run()
+
+
+def first(problem: FusionProblem) -> Strategy:
+    """Return the strategy that the algorithm begins with."""
+    return best_of(problem, [one_group(problem), evenly_split(problem, 2)])
 
 
 class _Algorithm51:
     """The recursion with the incumbent that both prunings compare with."""
 
-    def __init__(self, problem: FusionProblem, prunings: Collection[int]) -> None:
+    def __init__(self, problem: FusionProblem, prunings: Collection[int], start: Strategy) -> None:
         self._problem = problem
         self._prunings = prunings
-        self._best = best_of(problem, [one_group(problem), evenly_split(problem, 2)])
+        self._best = start
         self._best_s = problem.finish_s(self._best)
 
     def run(self) -> Strategy:

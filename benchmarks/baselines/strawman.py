@@ -50,12 +50,16 @@ class Strawman(Scheme):
         """Return the sum over all ranks of what was not lost."""
         own, ranks = compress(gradient), self.transport.size
         places = max(1, int(self._memory * own.length / ranks)) * ranks
-        place, order = torch.sort(murmur(own.indices, self._seed) % places, stable=True)
+        places_of = murmur(own.indices, self._seed) % places
+        place, order = torch.sort(places_of, stable=True)
         first = torch.ones_like(place, dtype=torch.bool)
         first[1:] = place[1:] != place[:-1]
-        kept = order[first]
+        # By servers, whose indices ascend, as those of every `Sparse`.
+        kept = order[first].sort().values
+        servers = places_of[kept] * ranks // places
+        kept = kept[servers.argsort(stable=True)]
         self.losses[key] = Loss(elements=own.count, lost=own.count - kept.numel())
-        counts: list[int] = torch.bincount(place[first] * ranks // places, minlength=ranks).tolist()
+        counts: list[int] = torch.bincount(servers, minlength=ranks).tolist()
         parts = zip(torch.split(own.indices[kept], counts), torch.split(own.values[kept], counts), strict=True)
         sparse = [Sparse(indices=indices, values=values, length=own.length) for indices, values in parts]
         total = self._merged(self.transport.all_to_all(encode(sparse, (Format.COO,))), own)

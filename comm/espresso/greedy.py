@@ -56,14 +56,14 @@ def offload(problem: Problem, strategy: Strategy, on_cpu: Mapping[int, int]) -> 
     groups = _groups(problem, strategy, on_cpu)
     sizes = [len(group) for group in groups]
     if prod(size + 1 for size in sizes) <= _MOST_COMBINATIONS:
-        return _best(problem, strategy, on_cpu, groups, product(*(range(size + 1) for size in sizes)))
+        return best_moved(problem, strategy, on_cpu, groups, product(*(range(size + 1) for size in sizes)))
     counts, best, best_s = [0] * len(groups), strategy, problem.iteration_s(strategy)
     improved = True
     while improved:
         improved = False
         for place, size in enumerate(sizes):
             tried = ((*counts[:place], count, *counts[place + 1 :]) for count in range(size + 1))
-            found = _best(problem, strategy, on_cpu, groups, tried)
+            found = best_moved(problem, strategy, on_cpu, groups, tried)
             if (found_s := problem.iteration_s(found)) < best_s * (1 - _ROUNDING):
                 best, best_s, improved = found, found_s, True
                 counts[place] = sum(best[index] != strategy[index] for index in groups[place])
@@ -79,7 +79,7 @@ def _groups(problem: Problem, strategy: Strategy, on_cpu: Mapping[int, int]) -> 
     return list(groups.values())
 
 
-def _best(
+def best_moved(
     problem: Problem,
     strategy: Strategy,
     on_cpu: Mapping[int, int],
