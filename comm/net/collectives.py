@@ -88,14 +88,9 @@ def gather_to(
     if transport.rank != root:
         transport.exchange({root: message}, [], sizes_bytes=None if sizes_bytes is None else {})
         return None
-    sources = [(root + ahead) % transport.size for ahead in range(1, transport.size)]
+    sources = [rank for rank in range(transport.size) if rank != root]
     known = transport.announce({}, sources) if sizes_bytes is None else dict(enumerate(sizes_bytes))
-    # Long messages wait until they are asked for.
-    in_turn = transport.overruns(known[source] for source in sources)
-    together = [[source] for source in sources] if in_turn else [sources]
-    found = {root: message}
-    for group in together:
-        found |= transport.exchange({}, group, sizes_bytes=known)
+    found = {root: message} | transport.exchange({}, sources, sizes_bytes=known)
     return [found[rank] for rank in range(transport.size)]
 
 

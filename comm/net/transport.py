@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Self
 from weakref import WeakValueDictionary
 
@@ -17,8 +16,7 @@ from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world
 
 from ..errors import MessageError
-from ..plan.collective import MOST_AT_ONCE_BYTES, at_once_bytes, turns
-from ..plan.tree import Routine
+from ..plan.collective import MOST_AT_ONCE_BYTES, at_once_bytes
 
 _SIZE_BYTES = 8
 _MOST_BYTES = 1 << 40
@@ -110,7 +108,7 @@ class Transport:
         return made
 
     def learn(self) -> None:
-        """Find out how much may come from all other ranks at once (`overruns`); all ranks call it together."""
+        """Find out how much may come from all other ranks at once; all ranks call it together."""
         if self.device.type != "cpu" or self.size <= 2:
             return
         self.at_once_bytes = MOST_AT_ONCE_BYTES
@@ -162,7 +160,10 @@ class Transport:
         *,
         sizes_bytes: Mapping[int, int] | None = None,
     ) -> dict[int, Tensor]:
-        """Send all messages at once, each to its rank, and return source → the message that it sent here.
+        """Send all messages, each to its rank, and return source → the message that it sent here.
+
+        Ranks ask for messages in the order of their distance, so that no two ask one rank for its first, and for no
+        more at once than the link passes: senders would overrun the queue in front of a receiver (incast).
 
         Args:
             outgoing: Other rank → message.
@@ -173,7 +174,7 @@ class Transport:
         Raises:
             MessageError: A size that was announced is not possible.
         """
-        senders = list(sources)
+        senders = sorted(sources, key=lambda source: (self.rank - source) % self.size)
         if sizes_bytes is None:
             sizes_bytes = self.announce(outgoing, senders)
         incoming = {rank: torch.empty(sizes_bytes[rank], dtype=torch.uint8, device=self.device) for rank in senders}
@@ -225,13 +226,6 @@ class Transport:
 
     def _room(self, turn: Turn) -> Tensor:
         return torch.empty(turn.size_bytes, dtype=torch.uint8, device=self.device)
-
-    def overruns(self, sizes_bytes: Iterable[int]) -> bool:
-        """Tell whether messages for this rank are too long to come at once.
-
-        Many senders overrun the queue in front of a receiver, and TCP waits and sends again (incast).
-        """
-        return self._over_gloo and sum(sizes_bytes) > self.at_once_bytes
 
     @property
     def _over_gloo(self) -> bool:
@@ -287,28 +281,11 @@ class Transport:
 
     def all_to_all(self, messages: Sequence[Tensor], *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
         """Send `messages[r]` to rank r and return what each rank sent here, in the order of ranks; own by reference."""
-        own = turns(Routine.ALL_TO_ALL, self.size, self.rank)
-        outgoing = {sent.receiver: messages[sent.receiver] for sent, _ in own if sent is not None}
-        sources = [received.sender for _, received in own if received is not None]
-        known = self.announce(outgoing, sources) if sizes_bytes is None else dict(enumerate(sizes_bytes))
-        if not self.overruns(known[source] for source in sources):
-            received = self.exchange(outgoing, sources, sizes_bytes=known)
-        else:
-            received = {}
-            self.relay(
-                [
-                    Turn(
-                        to=to,
-                        message=partial(outgoing.__getitem__, to),
-                        source=source,
-                        size_bytes=known[source],
-                        take=partial(received.__setitem__, source),
-                    )
-                    for to, source in zip(outgoing, sources, strict=True)
-                ]
-            )
-        received[self.rank] = messages[self.rank]
-        return [received[rank] for rank in range(self.size)]
+        found = {self.rank: messages[self.rank]}
+        outgoing = {rank: message for rank, message in enumerate(messages) if rank != self.rank}
+        known = None if sizes_bytes is None else dict(enumerate(sizes_bytes))
+        found |= self.exchange(outgoing, outgoing, sizes_bytes=known)
+        return [found[rank] for rank in range(self.size)]
 
     def send_to_all(self, message: Tensor, *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
         """Send `message` to all and return what each rank sent, in the order of ranks; own by reference."""
