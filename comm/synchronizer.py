@@ -22,9 +22,9 @@ from torch.autograd import Variable
 from .compress.compressor import Compressor
 from .compress.feedback import ErrorFeedback, Memory
 from .errors import CommError
+from .net.alike import check_alike
 from .net.fabric import make_fabric
 from .plan.plan import Plan
-from .runtime.choice import check_alike
 from .runtime.execute import OptionScheme, options_of
 from .runtime.lanes import Lanes
 

@@ -190,8 +190,8 @@ def _parts(source: int, joined: Tensor, count: int, sizes_bytes: Sequence[int] |
         sizes_bytes = joined[:begin].view(torch.int64).tolist() if joined.numel() >= begin else [-1]
         if min(sizes_bytes) < 0 or joined.numel() != begin + sum(map(_room, sizes_bytes)):
             raise MessageError(
-                f"rank {source} sent {joined.numel()} bytes that are not {count} messages with their sizes; run the same "
-                f"version with the same options on all ranks"
+                f"rank {source} sent {joined.numel()} bytes that are not {count} messages with their sizes; run the "
+                f"same version with the same options on all ranks"
             )
     ends = accumulate(map(_room, sizes_bytes), initial=begin)
     return [joined[begin : begin + size_bytes] for begin, size_bytes in zip(ends, sizes_bytes, strict=False)]
