@@ -94,6 +94,37 @@ def gather_to(
     return [found[rank] for rank in range(transport.size)]
 
 
+def carry_dense(
+    routine: Routine, held: Tensor | None, transport: Transport, *, root: int, numel: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Return what a rank holds after a collective of 1-D tensors, which may be overwritten.
+
+    Args:
+        routine: One of dense tensors.
+        held: This rank's tensor; None on all but `root` before a broadcast.
+        transport: The ranks.
+        root: Who receives or sends everything, if anybody does.
+        numel: Elements that are broadcast.
+        dtype: Theirs.
+    """
+    if routine is Routine.BROADCAST:
+        message = None if held is None else to_bytes(held)
+        received = broadcast_from(root, message, transport, size_bytes=numel * dtype.itemsize)
+        return from_bytes(received, (dtype, numel))[0]
+    assert held is not None
+    match routine:
+        case Routine.ALL_REDUCE:
+            transport.all_reduce(held)
+            return held
+        case Routine.REDUCE_SCATTER:
+            return reduce_scatter(transport, held)
+        case Routine.ALL_GATHER:
+            return gather_shares(transport, held)
+        case Routine.REDUCE:
+            return reduce_to(root, held, transport)
+    raise AssertionError(f"{routine} is no collective of dense tensors")
+
+
 def _is_left_to_library(transport: Transport) -> bool:
     # NCCL's moves what a ring does, and knows which links there are.
     return transport.device.type == "cuda"
