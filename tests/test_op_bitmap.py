@@ -38,21 +38,17 @@ def test_a_bit_stands_for_each_element(run: Runner, gradient: Tensor) -> None:
 def test_kernels_are_their_references(seed: int) -> None:
     gradient = sparse(1000 + 7 * seed, 0.9**seed, seed=seed)
     bitmap, numel = packed((gradient != 0).tolist()), gradient.numel()
-    same([bitmap_indices(bitmap, numel)], [bitmap_indices.reference(bitmap, numel)])
+    same([bitmap_indices(bitmap, numel)], [bitmap_indices.on("reference")(bitmap, numel)])
     indices = coo_encode(gradient).indices.flip(0)
-    same([bitmap_encode(indices, numel), bitmap_encode.reference(indices, numel)], [bitmap] * 2)
+    same([bitmap_encode(indices, numel), bitmap_encode.on("reference")(indices, numel)], [bitmap] * 2)
 
 
 @RUNNERS
 def test_bitmaps_of_others_are_not_trusted(run: Runner) -> None:
     with pytest.raises(OpError, match="2 bytes"):
         run(bitmap_indices, torch.zeros(1, dtype=torch.uint8), 9)
-    with pytest.raises(OpError, match="indices from 11 to 11 do not fit 10 elements"):
+    with pytest.raises(OpError, match="10 elements has bits set behind the last one"):
         run(bitmap_indices, torch.tensor([0, 8], dtype=torch.uint8), 10)
-    with pytest.raises(OpError, match="2 bits are set, of 3"):
-        run(bitmap_indices, torch.tensor([3], dtype=torch.uint8), 8, 3)
-    with pytest.raises(OpError, match="0 bits are set, of 1"):
-        run(bitmap_indices, torch.empty(0, dtype=torch.uint8), 0, 1)
 
 
 @RUNNERS

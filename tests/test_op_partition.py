@@ -68,7 +68,9 @@ def test_stable_and_exact(run: Runner, numel: int, parts: int) -> None:
 def test_any_order_and_type(run: Runner, dtype: torch.dtype) -> None:
     spread = Spread(numel=60, parts=3)
     indices, values = torch.randperm(60, dtype=torch.int32)[:40], torch.randn(40, dtype=dtype)
-    same(run(partition, indices[::2], values[::2], spread), partition.reference(indices[::2], values[::2], spread))
+    same(
+        run(partition, indices[::2], values[::2], spread), partition.on("reference")(indices[::2], values[::2], spread)
+    )
 
 
 @RUNNERS
@@ -83,7 +85,7 @@ def test_kernel_is_its_reference(seed: int) -> None:
     numel, parts = (int(torch.randint(1, high, (), generator=random)) for high in (20000, 200))
     spread = Spread(numel=numel, parts=parts, seed=seed)
     entries = coo_encode(sparse(numel, 0.3, seed=seed))
-    same(partition(*entries, spread), partition.reference(*entries, spread))
+    same(partition(*entries, spread), partition.on("reference")(*entries, spread))
 
 
 def rows(numel: int, count: int, width: int, random: torch.Generator) -> Tensor:

@@ -75,7 +75,7 @@ def test_random_k_takes_and_places_what_the_seed_says(backend: Backend, numel: i
     for dtype in (torch.float32, torch.bfloat16):
         dense = on(backend, torch.arange(1, numel + 1).to(dtype))
         drawn = random_indices.on(backend)(dense, numel, k, seed=7).cpu()
-        assert torch.equal(drawn, random_indices.reference(dense.cpu(), numel, k, seed=7))
+        assert torch.equal(drawn, random_indices.on("reference")(dense.cpu(), numel, k, seed=7))
         indices = drawn.long()
         values = random_select(dense, k, seed=7)
         assert torch.equal(values.cpu(), dense.cpu()[indices])

@@ -29,7 +29,7 @@ class Parts(NamedTuple):
     counts: list[int]
 
 
-def _partition_reference(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
+def _check_partition(indices: Tensor, values: Tensor, spread: Spread) -> tuple[Tensor, Tensor, Spread]:
     """Return the entries of a sparse tensor by the part of `spread` that owns them, in their order within a part.
 
     It gives each part the same set as Algorithm 3.2 of the thesis with the same h0 (see `hierarchical_hash`).
@@ -37,16 +37,16 @@ def _partition_reference(indices: Tensor, values: Tensor, spread: Spread) -> Par
     Raises:
         OpError: The lists do not belong together, or an index does not fit the tensor of `spread`.
     """
-    _check("partition", indices, values, spread)
+    check_list("partition", indices, values)
+    check_range("partition", indices, spread.numel)
+    return indices, values.detach(), spread
+
+
+def _partition_reference(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
     owners = spread.owners(indices)
     order = owners.argsort(stable=True)
     counts: list[int] = torch.bincount(owners, minlength=spread.parts).tolist()
-    return Parts(indices[order], values.detach()[order], counts)
-
-
-def _check(name: str, indices: Tensor, values: Tensor | None, spread: Spread) -> None:
-    check_list(name, indices, values)
-    check_range(name, indices, spread.numel)
+    return Parts(indices[order], values[order], counts)
 
 
 @cpu_kernel
@@ -66,7 +66,6 @@ def _distribute(
 
 
 def _partition_cpu(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
-    _check("partition", indices, values, spread)
     array, elements = host(indices), host_bits(values)
     owners, counts = np.empty(array.size, np.int32), np.zeros(spread.parts, np.int64)
     count_owners(array, spread.parts, spread.seed, owners, counts)
@@ -107,8 +106,7 @@ def _distribute_kernel(
 
 
 def _partition_cuda(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
-    _check("partition", indices, values, spread)
-    indices, elements = indices.contiguous(), bits(values.detach().contiguous())
+    indices, elements = indices.contiguous(), bits(values.contiguous())
     # A thread has a counter for each part, and enough indices that counters are the smaller part of its work.
     run = max(_MIN_RUN, 4 * spread.parts)
     threads = -(-indices.numel() // run)
@@ -121,7 +119,7 @@ def _partition_cuda(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
     return Parts(sorted_indices, sorted_values.view(values.dtype), counts.sum(1).tolist())
 
 
-def _positions_reference(indices: Tensor, spread: Spread) -> Tensor:
+def _check_positions(indices: Tensor, spread: Spread) -> tuple[Tensor, Spread]:
     """Return where each index stands in the part that owns it, int32, in [0, spread.size(part)).
 
     A server that works with positions needs memory for its own share of the tensor only.
@@ -129,7 +127,12 @@ def _positions_reference(indices: Tensor, spread: Spread) -> Tensor:
     Raises:
         OpError: An index does not fit the tensor of `spread`.
     """
-    _check("positions", indices, None, spread)
+    check_list("positions", indices)
+    check_range("positions", indices, spread.numel)
+    return indices, spread
+
+
+def _positions_reference(indices: Tensor, spread: Spread) -> Tensor:
     return spread.positions(indices)
 
 
@@ -142,30 +145,28 @@ def _write_positions(indices: NDArray[np.int32], parts: int, positions: NDArray[
 
 
 def _positions_cpu(indices: Tensor, spread: Spread) -> Tensor:
-    _check("positions", indices, None, spread)
     positions = torch.empty_like(indices)
     _write_positions(host(indices), spread.parts, host(positions))
     return positions
 
 
-def _indices_reference(positions: Tensor, spread: Spread, part: int) -> Tensor:
+def _check_indices(positions: Tensor, spread: Spread, part: int) -> tuple[Tensor, Spread, int]:
     """Return the int32 indices that stand at `positions` of `part`: the inverse of `positions`.
 
     Raises:
         OpError: There is no such part, or a position is not of it.
     """
-    _check_positions(positions, spread, part)
-    return spread.indices(positions, part)
-
-
-def _check_positions(positions: Tensor, spread: Spread, part: int) -> None:
     spread.check_part(part)
     check_list("indices_at", positions)
     check_range("indices_at", positions, spread.size(part))
+    return positions, spread, part
+
+
+def _indices_reference(positions: Tensor, spread: Spread, part: int) -> Tensor:
+    return spread.indices(positions, part)
 
 
 def _indices_cpu(positions: Tensor, spread: Spread, part: int) -> Tensor:
-    _check_positions(positions, spread, part)
     indices = torch.empty_like(positions)
     write_indices(host(positions), part, spread.parts, spread.seed, host(indices))
     return indices
@@ -179,13 +180,16 @@ def _indices_kernel(positions: Any, part: int, parts: int, seed: int, indices: A
 
 
 def _indices_cuda(positions: Tensor, spread: Spread, part: int) -> Tensor:
-    _check_positions(positions, spread, part)
     positions = positions.contiguous()
     indices = torch.empty_like(positions)
     _indices_kernel.launch(positions.numel(), positions, part, spread.parts, spread.seed, indices)
     return indices
 
 
-partition = Op(name="partition", reference=_partition_reference, cpu=_partition_cpu, cuda=_partition_cuda)
-positions = Op(name="positions", reference=_positions_reference, cpu=_positions_cpu)
-indices_at = Op(name="indices_at", reference=_indices_reference, cpu=_indices_cpu, cuda=_indices_cuda)
+partition = Op(
+    name="partition", check=_check_partition, reference=_partition_reference, cpu=_partition_cpu, cuda=_partition_cuda
+)
+positions = Op(name="positions", check=_check_positions, reference=_positions_reference, cpu=_positions_cpu)
+indices_at = Op(
+    name="indices_at", check=_check_indices, reference=_indices_reference, cpu=_indices_cpu, cuda=_indices_cuda
+)
