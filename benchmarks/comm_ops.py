@@ -24,7 +24,7 @@ from resilient_run.comm.ops.scatter import coo_add, scatter_add
 from resilient_run.comm.ops.spread import Spread
 from resilient_run.comm.ops.topk import sampled_topk, topk
 from resilient_run.comm.zen.hash import HashMemory
-from resilient_run.comm.zen.histogram import partition, positions
+from resilient_run.comm.zen.histogram import partition
 
 Run = Callable[[], Any]
 GPU_NUMEL = 214_000_000
@@ -58,7 +58,7 @@ def pairs(numel: int, density: float, parts: int) -> dict[str, tuple[Run, Run]]:
     wide = indices.long()
     spread = Spread(numel=numel, parts=parts)
     parts_of = partition(indices, values, spread)
-    own, length = positions(parts_of.indices[: parts_of.counts[0]], spread), spread.size(0)
+    own, length = parts_of.places[: parts_of.counts[0]], spread.size(0)
     bitmap = bitmap_encode(own, length)
     memory = HashMemory.of(spread, density)
     k = int(numel * density)

@@ -10,7 +10,7 @@ from resilient_run.comm.ops.bitmap import bitmap_bytes, bitmap_encode, bitmap_in
 from resilient_run.comm.ops.coo import coo_encode
 from resilient_run.comm.ops.scatter import scatter_add
 from resilient_run.comm.ops.spread import Spread
-from resilient_run.comm.zen.histogram import indices_at, partition, positions
+from resilient_run.comm.zen.histogram import indices_at, partition
 
 
 def packed(present: list[bool]) -> Tensor:
@@ -56,12 +56,12 @@ def test_bitmaps_of_others_are_not_trusted(run: Runner) -> None:
 def test_hash_bitmap_names_the_indices_of_a_part(run: Runner, numel: int, parts: int) -> None:
     spread = Spread(numel=numel, parts=parts, seed=2)
     gradient = sparse(numel, 0.4)
-    for part, (indices, values) in enumerate(lists(partition(*coo_encode(gradient), spread))):
-        bitmap = run(bitmap_encode, positions(indices, spread).flip(0), spread.size(part))
+    for part, (places, values) in enumerate(lists(partition(*coo_encode(gradient), spread))):
+        bitmap = run(bitmap_encode, places.flip(0), spread.size(part))
         assert bitmap.numel() == bitmap_bytes(spread.size(part))
-        same([unpacked(run, bitmap, spread, part)], [indices])
+        same([unpacked(run, bitmap, spread, part)], [indices_at(places, spread, part)])
         # A server that keeps its share dense has the same bitmap, and values in the same order.
-        share = scatter_add(torch.zeros(spread.size(part)), positions(indices, spread), values)
+        share = scatter_add(torch.zeros(spread.size(part)), places, values)
         same([packed((share != 0).tolist()), share[share != 0]], [bitmap, values])
 
 
@@ -70,7 +70,7 @@ def test_all_and_none(run: Runner) -> None:
     spread = Spread(numel=30, parts=2)
     for part in range(2):
         own = torch.arange(30, dtype=torch.int32)[spread.owners(torch.arange(30)) == part]
-        full = run(bitmap_encode, positions(own, spread), spread.size(part))
+        full = run(bitmap_encode, spread.positions(own), spread.size(part))
         assert full.tolist() == [255, 127]
         same([unpacked(run, full, spread, part)], [own])
         assert run(bitmap_encode, own[:0], spread.size(part)).tolist() == [0, 0]

@@ -19,12 +19,13 @@ class Parts(NamedTuple):
     """A sparse tensor, divided: the entries of part 0, then those of part 1, and so on.
 
     Attributes:
-        indices: Into the whole tensor, int32.
+        places: Where each stands in its part, int32, in [0, spread.size(part)): a server needs memory for its own share
+            of the tensor only.
         values: As many.
         counts: Entries of each part.
     """
 
-    indices: Tensor
+    places: Tensor
     values: Tensor
     counts: list[int]
 
@@ -46,33 +47,33 @@ def _partition_reference(indices: Tensor, values: Tensor, spread: Spread) -> Par
     owners = spread.owners(indices)
     order = owners.argsort(stable=True)
     counts: list[int] = torch.bincount(owners, minlength=spread.parts).tolist()
-    return Parts(indices[order], values[order], counts)
+    return Parts(spread.positions(indices)[order], values[order], counts)
 
 
 @cpu_kernel
 def _distribute(
-    indices: NDArray[np.int32],
+    stripes: NDArray[np.int32],
     values: NDArray[Any],
     owners: NDArray[np.int32],
-    places: NDArray[np.int64],
-    sorted_indices: NDArray[np.int32],
+    next_: NDArray[np.int64],
+    places: NDArray[np.int32],
     sorted_values: NDArray[Any],
 ) -> None:
-    for i in range(indices.size):
-        place = places[owners[i]]
-        places[owners[i]] = place + 1
-        sorted_indices[place] = indices[i]
-        sorted_values[place] = values[i]
+    for i in range(stripes.size):
+        at = next_[owners[i]]
+        next_[owners[i]] = at + 1
+        places[at] = stripes[i]
+        sorted_values[at] = values[i]
 
 
 def _partition_cpu(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
-    array, elements = host(indices), host_bits(values)
-    owners, counts = np.empty(array.size, np.int32), np.zeros(spread.parts, np.int64)
-    count_owners(array, spread.parts, spread.seed, owners, counts)
-    sorted_indices, sorted_values = torch.empty_like(indices), torch.empty_like(values)
-    places = np.cumsum(counts) - counts
-    _distribute(array, elements, owners, places, host(sorted_indices), host_bits(sorted_values))
-    return Parts(sorted_indices, sorted_values, counts.tolist())
+    owners, stripes = np.empty((2, indices.numel()), np.int32)
+    counts = np.zeros(spread.parts, np.int64)
+    count_owners(host(indices), spread.parts, spread.seed, owners, stripes, counts)
+    places, sorted_values = torch.empty_like(indices), torch.empty_like(values)
+    next_ = np.cumsum(counts) - counts
+    _distribute(stripes, host_bits(values), owners, next_, host(places), host_bits(sorted_values))
+    return Parts(places, sorted_values, counts.tolist())
 
 
 @CudaKernel
@@ -91,18 +92,18 @@ def _distribute_kernel(
     threads: int,
     parts: int,
     seed: int,
+    next_: Any,
     places: Any,
-    sorted_indices: Any,
     sorted_values: Any,
 ) -> None:
     thread = cuda.grid(1)
     if thread < threads:
         for i in range(thread * run, min((thread + 1) * run, indices.size)):
             counter = owner_cuda(indices[i], parts, seed) * threads + thread
-            place = places[counter]
-            places[counter] = place + 1
-            sorted_indices[place] = indices[i]
-            sorted_values[place] = values[i]
+            at = next_[counter]
+            next_[counter] = at + 1
+            places[at] = np.uint32(indices[i]) // np.uint32(parts)
+            sorted_values[at] = values[i]
 
 
 def _partition_cuda(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
@@ -113,45 +114,14 @@ def _partition_cuda(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
     counts = torch.zeros(spread.parts, threads, dtype=torch.int32, device=indices.device)
     sizes = (run, threads, spread.parts, spread.seed)
     _count_kernel.launch(threads, indices, *sizes, counts.view(-1))
-    places = counts.view(-1).cumsum(0, dtype=torch.int32) - counts.view(-1)
-    sorted_indices, sorted_values = torch.empty_like(indices), torch.empty_like(elements)
-    _distribute_kernel.launch(threads, indices, elements, *sizes, places, sorted_indices, sorted_values)
-    return Parts(sorted_indices, sorted_values.view(values.dtype), counts.sum(1).tolist())
-
-
-def _check_positions(indices: Tensor, spread: Spread) -> tuple[Tensor, Spread]:
-    """Return where each index stands in the part that owns it, int32, in [0, spread.size(part)).
-
-    A server that works with positions needs memory for its own share of the tensor only.
-
-    Raises:
-        OpError: An index does not fit the tensor of `spread`.
-    """
-    check_list("positions", indices)
-    check_range("positions", indices, spread.numel)
-    return indices, spread
-
-
-def _positions_reference(indices: Tensor, spread: Spread) -> Tensor:
-    return spread.positions(indices)
-
-
-@cpu_kernel
-def _write_positions(indices: NDArray[np.int32], parts: int, positions: NDArray[np.int32]) -> None:
-    # As in `count_owners`.
-    per_part = 1.0 / parts
-    for i in range(indices.size):
-        positions[i] = np.int64((indices[i] + 0.5) * per_part)
-
-
-def _positions_cpu(indices: Tensor, spread: Spread) -> Tensor:
-    positions = torch.empty_like(indices)
-    _write_positions(host(indices), spread.parts, host(positions))
-    return positions
+    next_ = counts.view(-1).cumsum(0, dtype=torch.int32) - counts.view(-1)
+    places, sorted_values = torch.empty_like(indices), torch.empty_like(elements)
+    _distribute_kernel.launch(threads, indices, elements, *sizes, next_, places, sorted_values)
+    return Parts(places, sorted_values.view(values.dtype), counts.sum(1).tolist())
 
 
 def _check_indices(positions: Tensor, spread: Spread, part: int) -> tuple[Tensor, Spread, int]:
-    """Return the int32 indices that stand at `positions` of `part`: the inverse of `positions`.
+    """Return the int32 indices that stand at `positions` of `part`.
 
     Raises:
         OpError: There is no such part, or a position is not of it.
@@ -189,7 +159,6 @@ def _indices_cuda(positions: Tensor, spread: Spread, part: int) -> Tensor:
 partition = Op(
     name="partition", check=_check_partition, reference=_partition_reference, cpu=_partition_cpu, cuda=_partition_cuda
 )
-positions = Op(name="positions", check=_check_positions, reference=_positions_reference, cpu=_positions_cpu)
 indices_at = Op(
     name="indices_at", check=_check_indices, reference=_indices_reference, cpu=_indices_cpu, cuda=_indices_cuda
 )
