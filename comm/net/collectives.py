@@ -3,13 +3,13 @@
 All ranks of the transport make the same calls in the same order, as of the transport itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..plan.collective import turns
+from ..plan.collective import Hop, turns
 from ..plan.tree import Routine
 from .transport import Transport, Turn, from_bytes, to_bytes
 
@@ -137,26 +137,21 @@ def _run_turns(
     size, dtype = transport.size, held[0].dtype
     adds = routine in (Routine.REDUCE, Routine.REDUCE_SCATTER)
 
-    def message(blocks: Sequence[int]) -> Tensor:
-        return to_bytes(*(held[block] for block in blocks))
+    def message(hop: Hop | None) -> dict[int, Tensor]:
+        return {} if hop is None else {(hop.receiver + root) % size: to_bytes(*(held[block] for block in hop.blocks))}
 
-    def take(blocks: Sequence[int], received: Tensor) -> None:
-        parts = from_bytes(received, *((dtype, numels[block]) for block in blocks))
-        for block, part in zip(blocks, parts, strict=True):
-            held[block] = held[block].add_(part) if adds else part
+    def take(blocks: Sequence[int], received: Mapping[int, Tensor]) -> None:
+        for message in received.values():
+            parts = from_bytes(message, *((dtype, numels[block]) for block in blocks))
+            for block, part in zip(blocks, parts, strict=True):
+                held[block] = held[block].add_(part) if adds else part
 
     own = []
     for sent, received in turns(routine, size, (transport.rank - root) % size):
         if sent is None and received is None:
             continue
-        outgoing, incoming = sent.blocks if sent else (), received.blocks if received else ()
-        own.append(
-            Turn(
-                to=(sent.receiver + root) % size if sent else None,
-                message=partial(message, outgoing),
-                source=(received.sender + root) % size if received else None,
-                size_bytes=dtype.itemsize * sum(numels[block] for block in incoming),
-                take=partial(take, incoming),
-            )
-        )
+        blocks = received.blocks if received else ()
+        size_bytes = dtype.itemsize * sum(numels[block] for block in blocks)
+        sizes_bytes = {(received.sender + root) % size: size_bytes} if received else {}
+        own.append(Turn(outgoing=partial(message, sent), sizes_bytes=sizes_bytes, take=partial(take, blocks)))
     transport.relay(own)
