@@ -63,7 +63,7 @@ def test_what_is_not_finite_shows_in_the_means(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_signs_of_another_size_are_refused(backend: Backend) -> None:
     found = signs_encode.on(backend)(on(backend, torch.ones(9)))
-    with pytest.raises(OpError, match="signs of 17 elements are 3 bytes"):
+    with pytest.raises(OpError, match="bitmap of 17 elements is 1-D uint8 of 3 bytes"):
         signs_decode.on(backend)(found.bitmap, found.means[:2], 17)
     with pytest.raises(OpError, match="levels are two floating-point numbers"):
         signs_decode.on(backend)(found.bitmap, found.means, 9)

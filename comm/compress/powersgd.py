@@ -77,10 +77,6 @@ class PowerSGD(Scheme):
             totals.append(laid_out(total.view(like.shape), gradient))
         return totals
 
-    def residual(self, key: str) -> Tensor | None:
-        """Return what this rank adds to the next gradient of a parameter, as a matrix; None if nothing."""
-        return self._residuals.get(key)
-
     def state_dict(self) -> dict[str, Any]:
         """Return residuals and factors by parameter."""
         return {"scheme": self.name, "residuals": dict(self._residuals), "factors": dict(self._factors)}

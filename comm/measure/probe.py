@@ -72,36 +72,36 @@ def probe_coder(
             counts.
     """
     home = torch.device(device if gradients_on is None else gradients_on)
-    points: dict[str, list[float]] = {"compress": [], "decompress": [], "accumulate": []}
-    ratio = 1.0
-    for size_bytes in sizes_bytes:
+
+    def seconds(size_bytes: int) -> tuple[float, float, float, float]:
+        """Return those of `compress`, `decompress` and `accumulate`, and the ratio."""
         dense = torch.randn(size_bytes // 4, generator=torch.Generator().manual_seed(0)).to(home)
-        memory = ErrorFeedback(compressor)
+        memory, total = ErrorFeedback(compressor), torch.zeros_like(dense, device=device)
         message, seed = memory.compress("probe", dense.to(device))
         message = message.to(home)
-        ratio = message.numel() / dense.nbytes
-        total = torch.zeros_like(dense, device=device)
 
-        def decompress(
-            message: Tensor = message, numel: int = dense.numel(), dtype: torch.dtype = dense.dtype, seed: int = seed
-        ) -> None:
-            compressor.decompress(message.to(device), numel, dtype, seed=seed).to(home)
-
-        def accumulate(message: Tensor = message, total: Tensor = total, seed: int = seed) -> None:
-            compressor.add(message.to(device), total, seed=seed)
-
-        def compress(memory: ErrorFeedback = memory, dense: Tensor = dense) -> None:
+        def compress() -> None:
             memory.compress("probe", dense.to(device))[0].to(home)
             memory.undo_unless_finite(["probe"], dense)
 
-        for name, work in (("compress", compress), ("decompress", decompress), ("accumulate", accumulate)):
-            points[name].append(_mean_s(work, device=home, repeats=repeats, transport=transport))
+        def decompress() -> None:
+            compressor.decompress(message.to(device), dense.numel(), dense.dtype, seed=seed).to(home)
+
+        def accumulate() -> None:
+            compressor.add(message.to(device), total, seed=seed)
+
+        def mean_s(work: Callable[[], object]) -> float:
+            return _mean_s(work, device=home, repeats=repeats, transport=transport)
+
+        return mean_s(compress), mean_s(decompress), mean_s(accumulate), message.numel() / dense.nbytes
+
+    compress, decompress, accumulate, ratios = zip(*map(seconds, sizes_bytes), strict=True)
     return CoderPoints(
         sizes_bytes=tuple(sizes_bytes),
-        compress=tuple(points["compress"]),
-        decompress=tuple(points["decompress"]),
-        accumulate=tuple(points["accumulate"]),
-        ratio=ratio,
+        compress=compress,
+        decompress=decompress,
+        accumulate=accumulate,
+        ratio=ratios[-1],
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import OpError
 from .coo import Coo
-from .kernels import CudaKernel, check_list, check_range, cpu_kernel, cuda_function, flat_in_place, host
+from .kernels import CudaKernel, check_list, check_range, cpu_kernel, cuda_function, flat, host
 from .op import Op
 
 _NATIVE = (torch.float32, torch.float64)
@@ -31,7 +31,9 @@ def scatter_add(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     Raises:
         OpError: The tensors do not belong together, or an index does not fit; `dense` is as it was.
     """
-    elements = flat_in_place("scatter_add", dense)
+    if not dense.is_contiguous():
+        raise OpError(f"scatter_add: cannot write to a tensor with strides {tuple(dense.stride())}; make it contiguous")
+    elements = flat("scatter_add", dense)
     check_list("scatter_add", indices, values)
     if values.dtype != dense.dtype:
         raise OpError(f"scatter_add: values of {values.dtype} cannot be added to {dense.dtype}; convert them")

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import OpError
-from .bitmap import bitmap_bytes, packed, unpacked
-from .kernels import check_numel, cpu_kernel, flat, host
+from .bitmap import bitmap_bytes, check_bitmap, packed, unpacked
+from .kernels import cpu_kernel, flat, host
 from .op import Op
 
 _LANES = 32
@@ -60,12 +60,7 @@ def _check_decode(bitmap: Tensor, levels: Tensor, numel: int) -> tuple[Tensor, T
     Raises:
         OpError: They do not belong together.
     """
-    check_numel("signs_decode", numel)
-    if bitmap.dtype != torch.uint8 or bitmap.shape != (bitmap_bytes(numel),):
-        raise OpError(
-            f"signs_decode: signs of {numel} elements are {bitmap_bytes(numel)} bytes, not {bitmap.dtype} of shape "
-            f"{tuple(bitmap.shape)}; pass the numel they were made with"
-        )
+    (bitmap,) = check_bitmap(bitmap, numel)
     if levels.shape != (2,) or not levels.is_floating_point():
         raise OpError(f"signs_decode: levels are two floating-point numbers, not {levels.dtype} {tuple(levels.shape)}")
     return bitmap, levels, numel
@@ -101,11 +96,8 @@ def _pack(elements: NDArray[Any], bitmap: NDArray[np.uint8]) -> int:
         for i in range(8):
             word |= (elements[byte * 8 + i] < 0) << i
         bitmap[byte] = word
-    if elements.size % 8:
-        word = 0
-        for i in range(elements.size // 8 * 8, elements.size):
-            word |= (elements[i] < 0) << (i % 8)
-        bitmap[elements.size // 8] = word
+    for i in range(elements.size // 8 * 8, elements.size):
+        bitmap[i // 8] |= (elements[i] < 0) << (i % 8)
     count = 0
     for byte in range(bitmap.size):
         for i in range(8):
@@ -115,7 +107,7 @@ def _pack(elements: NDArray[Any], bitmap: NDArray[np.uint8]) -> int:
 
 def _encode_cpu(elements: Tensor) -> Signs:
     numel = elements.numel()
-    bitmap = torch.empty(bitmap_bytes(numel), dtype=torch.uint8)
+    bitmap = torch.zeros(bitmap_bytes(numel), dtype=torch.uint8)
     wide = elements if elements.dtype == torch.float64 else elements.float()
     count_below = _pack(host(wide), host(bitmap))
     above, below = _sums(host(wide))

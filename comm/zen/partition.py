@@ -1,7 +1,7 @@
 """Which rank sums which row of a gradient, and where a row stands among those of its rank."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -35,10 +35,10 @@ class Balanced:
     servers: int
     seed: int = 0
     how: Literal["exact", "hash"] = "exact"
-    _spread: Spread = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_spread", Spread(numel=self.length, parts=self.servers, seed=self.seed))
+    @property
+    def _spread(self) -> Spread:
+        return Spread(numel=self.length, parts=self.servers, seed=self.seed)
 
     def size(self, server: int) -> int:
         """Return the rows of a server."""
@@ -76,6 +76,5 @@ class Balanced:
         numbers[indices] = rows.double()
         memory = HashMemory.of(self._spread, indices.numel() / max(1, self.length))
         found = hierarchical_hash(numbers, indices, self._spread, memory).parts
-        order = torch.argsort(found.values)
-        order = order[torch.argsort(self.servers_of(indices[found.values[order].long()]), stable=True)]
-        return Parts(found.places[order], found.values[order].int(), found.counts)
+        ordered = torch.cat([part.sort().values for part in torch.split(found.values.int(), found.counts)])
+        return Parts(self._spread.positions(indices.index_select(0, ordered)), ordered, found.counts)
