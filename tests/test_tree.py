@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.comm.plan import constraints, tree
-from resilient_run.comm.plan.tree import Comm, Comp, Decomp, Option, Phase, Role, Routine, Steps, Stop
+from resilient_run.comm.plan.tree import Comm, Comp, Decomp, Meeting, Option, Phase, Role, Routine, Steps
 
 
 def counts(paths: Iterable[Steps]) -> tuple[int, int]:
@@ -31,15 +31,15 @@ def test_the_tree_has_as_many_options_as_the_paper_says() -> None:
 def test_each_subtree_has_its_number_of_options(rooted: bool) -> None:
     """T1 to T5 of the thesis; from dense data on, a way begins with a compression or not."""
 
-    def ways(schemes: Iterable[list[Stop]], *, compressed: bool) -> tuple[int, int]:
+    def ways(schemes: Iterable[list[Meeting]], *, compressed: bool) -> tuple[int, int]:
         return counts(steps for scheme in schemes for steps in tree.walk(scheme, compressed=compressed))
 
-    last = Stop(Phase.INTRA2, Role.SECOND, rooted)
+    last = Meeting(Phase.INTRA2, Role.SECOND, rooted)
     between = [[*scheme, last] for scheme in tree.in_one_phase(Phase.INTER)]
     t1, t2 = (5, 2), (12, 3)
     assert ways([[last]], compressed=False) == t1
     assert ways([[last]], compressed=True) == t2
-    second = Stop(Phase.INTER, Role.SECOND, rooted)
+    second = Meeting(Phase.INTER, Role.SECOND, rooted)
     assert ways([[second, last]], compressed=False) == (29, 5)
     (t3, t3_gpu), (t4, t4_gpu) = (63, 12), (152, 19)
     from_dense = t3 + 2 * t4, t3_gpu + t4_gpu

@@ -135,7 +135,7 @@ class Option:
         return tuple(step for step in self.steps if isinstance(step, Comm))
 
 
-class Stop(NamedTuple):
+class Meeting(NamedTuple):
     """A collective of a scheme: who takes part, what it is of its scheme, and whether that has a root."""
 
     phase: Phase
@@ -151,16 +151,16 @@ _ROUTINES = {
 """Role → without and with a root → of dense and of compressed data."""
 
 
-def in_one_phase(phase: Phase) -> list[list[Stop]]:
+def in_one_phase(phase: Phase) -> list[list[Meeting]]:
     """Return the schemes within a phase: an indivisible one, and divisible ones without and with a root."""
-    divisible = [[Stop(phase, role, rooted) for role in (Role.FIRST, Role.SECOND)] for rooted in (False, True)]
-    return [[Stop(phase, Role.WHOLE)], *divisible]
+    divisible = [[Meeting(phase, role, rooted) for role in (Role.FIRST, Role.SECOND)] for rooted in (False, True)]
+    return [[Meeting(phase, Role.WHOLE)], *divisible]
 
 
-def around(between: list[Stop]) -> list[list[Stop]]:
+def around(between: list[Meeting]) -> list[list[Meeting]]:
     """Return the schemes that have `between` between the steps of a divisible one within hosts."""
     return [
-        [Stop(Phase.INTRA1, Role.FIRST, rooted), *between, Stop(Phase.INTRA2, Role.SECOND, rooted)]
+        [Meeting(Phase.INTRA1, Role.FIRST, rooted), *between, Meeting(Phase.INTRA2, Role.SECOND, rooted)]
         for rooted in (False, True)
     ]
 
@@ -196,12 +196,12 @@ def parse(text: str) -> Option:
         raise ValueError(f"{text!r} is not an option of the tree; `resilient-comm tree` lists them") from None
 
 
-def walk(stops: Sequence[Stop], *, compressed: bool) -> Iterator[Steps]:
+def walk(meetings: Sequence[Meeting], *, compressed: bool) -> Iterator[Steps]:
     """Yield all ways through these collectives to the sum, from dense or compressed data on."""
-    if not stops:
+    if not meetings:
         yield from product(_decomps()) if compressed else [()]
         return
-    stop, *rest = stops
+    meeting, *rest = meetings
     recoded: list[tuple[Steps, bool]] = [((), compressed)]
     if compressed:
         recoded += [((decomp,), False) for decomp in _decomps()]
@@ -209,7 +209,7 @@ def walk(stops: Sequence[Stop], *, compressed: bool) -> Iterator[Steps]:
     summed = product(_decomps()) if compressed else [()]
     recoded += [((*steps, comp), True) for steps, comp in product(summed, _comps())]
     for before, is_compressed in recoded:
-        comm = _comm(stop.phase, stop.role, _ROUTINES[stop.role][stop.rooted][is_compressed], is_compressed)
+        comm = _comm(meeting.phase, meeting.role, _ROUTINES[meeting.role][meeting.rooted][is_compressed], is_compressed)
         for after in walk(rest, compressed=is_compressed):
             yield (*before, comm, *after)
 
