@@ -23,7 +23,7 @@ from resilient_run.comm.net.collectives import (
 from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.scheme import Dense
 from resilient_run.comm.net.transport import Traffic, Transport
-from resilient_run.comm.plan.collective import Hop, load, turns
+from resilient_run.comm.plan.collective import Hop, is_short, load, turns
 from resilient_run.comm.plan.tree import Routine
 from resilient_run.launcher.netlab import NetLab
 
@@ -168,16 +168,27 @@ def test_startups_are_the_longest_way_of_a_block(routine: Routine, size: int) ->
 
 @pytest.mark.parametrize("numel", [1000, LONG])
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_long_messages_arrive(size: int, numel: int) -> None:
-    def work(transport: Transport) -> tuple[list[Tensor], list[Tensor] | None]:
+def test_long_messages_follow_each_other_as_their_startups_say(size: int, numel: int) -> None:
+    def work(transport: Transport) -> tuple[list[Tensor], list[Tensor] | None, list[int]]:
         message = given(transport.rank, numel).view(torch.uint8)
-        known = [message.numel()] * size
-        everyones = transport.all_to_all([message] * size, sizes_bytes=known)
-        return everyones, gather_to(0, message, transport, sizes_bytes=known)
+        found, counted = [], []
+        for call in (
+            lambda: transport.all_to_all([message] * size, sizes_bytes=[message.numel()] * size),
+            lambda: gather_to(0, message, transport, sizes_bytes=[message.numel()] * size),
+        ):
+            transport.traffic.reset()
+            found.append(call())
+            counted.append(transport.traffic.rounds)
+        return found[0], found[1], counted
 
-    for rank, (everyones, at_root) in enumerate(run_ranks(size, work)):
-        assert (at_root is None) == (rank > 0)
-        for found in (everyones, at_root or everyones):
+    exchanged, gathered = 4 * numel * size, 4 * numel
+    all_to_all = load(Routine.ALL_TO_ALL, size, short=is_short(Routine.ALL_TO_ALL, size, exchanged)).startups
+    gather = load(Routine.GATHER, size, short=is_short(Routine.GATHER, size, gathered)).startups
+    assert (all_to_all, gather) == (1, 1) if numel < LONG else (size - 1, size - 1)
+    for rank, (everyones, at_root, counted) in enumerate(run_ranks(size, work)):
+        assert counted == [all_to_all, 1 if rank else gather]
+        for found in (everyones, *([] if rank else [at_root])):
+            assert found is not None
             assert all(torch.equal(each.view(torch.float32), given(n, numel)) for n, each in enumerate(found))
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self
+from functools import partial
+from typing import Self, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_default_
 from ..errors import MessageError
 from ..plan.collective import MOST_AT_ONCE_BYTES, at_once_bytes
 
+T = TypeVar("T")
 _SIZE_BYTES = 8
 _MOST_BYTES = 1 << 40
 """More than any memory has for one message."""
@@ -158,8 +160,8 @@ class Transport:
     ) -> dict[int, Tensor]:
         """Send all messages, each to its rank, and return source → the message that it sent here.
 
-        Ranks ask for messages in the order of their distance, so that no two ask one rank for its first, and for no
-        more at once than the link passes: senders would overrun the queue in front of a receiver (incast).
+        They go at once, or, where more would come than the link passes, one after the other: senders would overrun the
+        queue in front of a receiver, and TCP waits and sends again (incast).
 
         Args:
             outgoing: Other rank → message.
@@ -175,7 +177,19 @@ class Transport:
             sizes_bytes = self.announce(outgoing, senders)
         found: dict[int, Tensor] = {}
         sizes = {rank: sizes_bytes[rank] for rank in senders}
-        self.relay([Turn(outgoing=lambda: outgoing, sizes_bytes=sizes, take=found.update)])
+        if self._over_gloo and sum(sizes.values()) > self.at_once_bytes:
+            # One distance after the other: no rank sends to two that it would hold up.
+            pairs = (
+                ((self.rank + ahead) % self.size, (self.rank - ahead) % self.size) for ahead in range(1, self.size)
+            )
+            turns = [
+                Turn(outgoing=partial(_only, outgoing, to), sizes_bytes=_only(sizes, source), take=found.update)
+                for to, source in pairs
+                if to in outgoing or source in sizes
+            ]
+        else:
+            turns = [Turn(outgoing=lambda: outgoing, sizes_bytes=sizes, take=found.update)]
+        self.relay(turns)
         return found
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
@@ -341,6 +355,10 @@ class Transport:
         for rank, message in sent:
             self._group.send([message], rank, 0)
         self._group._end_coalescing(self.device).wait()
+
+
+def _only(by_rank: Mapping[int, T], rank: int) -> dict[int, T]:
+    return {rank: by_rank[rank]} if rank in by_rank else {}
 
 
 class _Inbox:
