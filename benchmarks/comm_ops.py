@@ -24,7 +24,7 @@ from resilient_run.comm.ops.scatter import coo_add, scatter_add
 from resilient_run.comm.ops.spread import Spread
 from resilient_run.comm.ops.topk import sampled_topk, topk
 from resilient_run.comm.zen.hash import HashMemory
-from resilient_run.comm.zen.histogram import partition, positions
+from resilient_run.comm.zen.histogram import partition
 
 Run = Callable[[], Any]
 GPU_NUMEL = 214_000_000
@@ -58,7 +58,7 @@ def pairs(numel: int, density: float, parts: int) -> dict[str, tuple[Run, Run]]:
     wide = indices.long()
     spread = Spread(numel=numel, parts=parts)
     parts_of = partition(indices, values, spread)
-    own, length = positions(parts_of.indices[: parts_of.counts[0]], spread), spread.size(0)
+    own, length = parts_of.places[: parts_of.counts[0]], spread.size(0)
     bitmap = bitmap_encode(own, length)
     memory = HashMemory.of(spread, density)
     k = int(numel * density)
@@ -79,14 +79,17 @@ def pairs(numel: int, density: float, parts: int) -> dict[str, tuple[Run, Run]]:
         ),
         "scatter_add": (lambda: scatter_add(other, indices, values), lambda: other.index_add_(0, wide, values)),
         "coo_add": (lambda: coo_add(indices, values, *theirs), lambda: (sums[0] + sums[1]).coalesce()),
-        "bitmap_encode": (lambda: bitmap_encode(own, length), lambda: bitmap_encode.reference(own, length)),
-        "bitmap_indices": (lambda: bitmap_indices(bitmap, length), lambda: bitmap_indices.reference(bitmap, length)),
-        "block_encode": (lambda: block_encode(gradient), lambda: block_encode.reference(gradient)),
+        "bitmap_encode": (lambda: bitmap_encode(own, length), lambda: bitmap_encode.on("reference")(own, length)),
+        "bitmap_indices": (
+            lambda: bitmap_indices(bitmap, length),
+            lambda: bitmap_indices.on("reference")(bitmap, length),
+        ),
+        "block_encode": (lambda: block_encode(gradient), lambda: block_encode.on("reference")(gradient)),
         "topk": (lambda: topk(full, k), lambda: torch_topk(full, k)),
         "sampled_topk": (lambda: sampled_topk(full, k, seed=1), lambda: torch_sampled(full, k)),
         "partition": (
             lambda: partition(indices, values, spread),
-            lambda: partition.reference(indices, values, spread),
+            lambda: partition.on("reference")(indices, values, spread),
         ),
         "partition | hash": (
             lambda: partition(indices, values, spread),

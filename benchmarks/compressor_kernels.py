@@ -46,12 +46,12 @@ def torch_coders(name: str, dense: Tensor, k: int) -> tuple[Callable[[], Tensor]
         return torch.zeros(numel, dtype=dtype, device=dense.device).index_copy_(0, indices.long(), values)
 
     def signs(levels: slice) -> Tensor:
-        found = signs_encode.reference(dense)
+        found = signs_encode.on("reference")(dense)
         return to_bytes(found.means[levels], found.bitmap)
 
     def unpack(message: Tensor, count: int) -> Tensor:
         means, bitmap = from_bytes(message, (torch.float32, count), (torch.uint8, bitmap_bytes(numel)))
-        return signs_decode.reference(bitmap, means if count == 2 else torch.cat([means, -means]), numel)
+        return signs_decode.on("reference")(bitmap, means if count == 2 else torch.cat([means, -means]), numel)
 
     if name in ("topk", "dgc"):
         select = torch_topk if name == "topk" else torch_sampled
@@ -63,9 +63,9 @@ def torch_coders(name: str, dense: Tensor, k: int) -> tuple[Callable[[], Tensor]
         return compress, place
     if name == "randomk":
         return (
-            lambda: to_bytes(dense[random_indices.reference(dense, numel, k, seed=SEED)]),
+            lambda: to_bytes(dense[random_indices.on("reference")(dense, numel, k, seed=SEED)]),
             lambda message: torch.zeros(numel, dtype=dtype, device=dense.device).index_copy_(
-                0, random_indices.reference(dense, numel, k, seed=SEED).long(), from_bytes(message, (dtype, k))[0]
+                0, random_indices.on("reference")(dense, numel, k, seed=SEED).long(), from_bytes(message, (dtype, k))[0]
             ),
         )
     if name in ("efsignsgd", "onebit"):
@@ -76,10 +76,10 @@ def torch_coders(name: str, dense: Tensor, k: int) -> tuple[Callable[[], Tensor]
 
         def widen(message: Tensor) -> Tensor:
             scales, codes = from_bytes(message, (torch.float32, scale_count(numel, BLOCK)), (DTYPES[kind], numel))
-            return dequantize.reference(codes, scales, numel).to(dtype)
+            return dequantize.on("reference")(codes, scales, numel).to(dtype)
 
         def narrow() -> Tensor:
-            codes, scales = quantize.reference(dense, kind)
+            codes, scales = quantize.on("reference")(dense, kind)
             return to_bytes(scales, codes)
 
         return narrow, widen

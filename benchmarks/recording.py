@@ -1,7 +1,7 @@
 """How long a scheme takes on one gradient, and how long its messages alone would."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,7 +83,7 @@ class RecordingTransport(Transport):
         finally:
             self._recording = recording
 
-    def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
+    def announce(self, outgoing: Mapping[int, Tensor], senders: Collection[int]) -> dict[int, int]:
         """As of `Transport`."""
         sources = list(senders)
         if self._recording:
@@ -91,37 +91,20 @@ class RecordingTransport(Transport):
             self._calls.append(lambda: self.announce(again, sources))
         return super().announce(outgoing, sources)
 
-    def exchange(
-        self,
-        outgoing: Mapping[int, Tensor],
-        sources: Iterable[int],
-        *,
-        sizes_bytes: Mapping[int, int] | None = None,
-    ) -> dict[int, Tensor]:
-        """As of `Transport`."""
-        senders = list(sources)
-        # What is announced is a call of its own.
-        received = super().exchange(outgoing, senders, sizes_bytes=sizes_bytes)
-        if self._recording:
-            again = {rank: torch.empty_like(message) for rank, message in outgoing.items()}
-            known = {rank: message.numel() for rank, message in received.items()}
-            self._calls.append(lambda: self.exchange(again, senders, sizes_bytes=known))
-        return received
-
     def relay(self, turns: Sequence[Turn]) -> None:
         """As of `Transport`."""
         if not self._recording:
             super().relay(turns)
             return
-        made: dict[int, Tensor] = {}
+        made: dict[int, dict[int, Tensor]] = {}
 
-        def make(index: int) -> Tensor:
-            message = turns[index].message()
-            made[index] = torch.empty_like(message)
-            return message
+        def make(index: int) -> Mapping[int, Tensor]:
+            outgoing = turns[index].outgoing()
+            made[index] = {rank: torch.empty_like(message) for rank, message in outgoing.items()}
+            return outgoing
 
-        super().relay([replace(turn, message=partial(make, index)) for index, turn in enumerate(turns)])
-        again = [replace(turn, message=partial(made.__getitem__, index), take=id) for index, turn in enumerate(turns)]
+        super().relay([replace(turn, outgoing=partial(make, index)) for index, turn in enumerate(turns)])
+        again = [replace(turn, outgoing=partial(made.__getitem__, index), take=id) for index, turn in enumerate(turns)]
         self._calls.append(lambda: self.relay(again))
 
     def all_reduce(self, tensor: Tensor) -> None:

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .errors import CommError
-from .net.fabric import NOT_GIVEN, Fabric, agreed, as_number, make_fabric
+from .net.alike import check_alike
+from .net.fabric import Fabric, check_divides, make_fabric
 from .net.scheme import Scheme
 from .net.transport import Transport
 from .net.two_level import TwoLevel
 from .runtime.bucket import LEAST_ELEMENTS
-from .runtime.choice import Choice, agreed_scheme, check_alike, check_choice, check_number
+from .runtime.choice import Choice, agreed_scheme, check_choice, check_number
 from .runtime.gradient_hook import GradientHook, synchronize
 from .trial.advice import Method, methods
 from .trial.trial import Trial
@@ -75,7 +76,7 @@ def make_hook(
     **options: Any,
 ) -> GradientHook:
     """Return what `register` registers, with the same arguments and errors."""
-    given = _given(model, scheme=scheme, **options, least_elements=least_elements)
+    given = _given(model, least_elements, ranks_per_host, scheme=scheme, **options)
     ranks_per_host = _ranks_per_host(given, ranks_per_host)
     check_choice(scheme, options, ranks=given.size // ranks_per_host)
     fabric = _fabric(model, given, ranks_per_host)
@@ -92,7 +93,7 @@ def make_tried(
     leads: bool = True,
 ) -> TriedHook:
     """Return a hook that trains as ever, and tries these methods; all ranks call this together."""
-    given = _given(model, least_elements=LEAST_ELEMENTS)
+    given = _given(model, LEAST_ELEMENTS, ranks_per_host)
     fabric = _fabric(model, given, _ranks_per_host(given, ranks_per_host))
     schemes = _schemes(fabric, tried, LEAST_ELEMENTS)
     return TriedHook(model, trial, schemes, world=fabric.flat, least_elements=LEAST_ELEMENTS, leads=leads)
@@ -106,7 +107,7 @@ def _make_auto(
     least_elements: int,
     **options: Any,
 ) -> GradientHook:
-    given = _given(model, scheme=scheme, **options, least_elements=least_elements)
+    given = _given(model, least_elements, ranks_per_host, scheme=scheme, **options)
     if others := options.keys() - _AUTO_OPTIONS.keys():
         raise CommError(f"auto has no option {', '.join(sorted(others))}; it has {', '.join(_AUTO_OPTIONS)}")
     options = _AUTO_OPTIONS | options
@@ -137,12 +138,12 @@ def _schemes(fabric: Fabric, tried: Sequence[Method], least_elements: int) -> di
     return {each.name: _made(fabric, each.scheme, each.options, least_elements) for each in tried if each.scheme}
 
 
-def _given(model: DistributedDataParallel, *, least_elements: int, **alike: Any) -> Transport:
+def _given(model: DistributedDataParallel, least_elements: int, ranks_per_host: int | None, **alike: Any) -> Transport:
     """Return the ranks, which are given the same, over the group that is there: a mistake leaves nothing behind."""
     ignored = model.parameters_to_ignore
     device = next(p.device for name, p in model.module.named_parameters() if name not in ignored)
     given = Transport(model.process_group, device)
-    check_alike(given, **alike, least_elements=least_elements)
+    check_alike(given, **alike, least_elements=least_elements, ranks_per_host=ranks_per_host)
     check_number("least_elements", int, least_elements)
     return given
 
@@ -150,15 +151,14 @@ def _given(model: DistributedDataParallel, *, least_elements: int, **alike: Any)
 def _ranks_per_host(world: Transport, given: int | None) -> int:
     """Return what all ranks are given; without that what torchrun says to all in the order of the group, or 1.
 
-    All ranks return, or raise, the same, whatever they are given and their environments are.
+    All ranks return the same, whatever their environments are.
     """
-    own = [as_number(given), _from_torchrun("LOCAL_WORLD_SIZE"), _from_torchrun("LOCAL_RANK")]
-    found: list[list[int]] = world.gather_numbers(torch.tensor(own)).tolist()
-    numbers = [number for number, _, _ in found]
-    if any(number != NOT_GIVEN for number in numbers):
-        return agreed(numbers)
-    size = found[0][1]
-    alike = [place for _, *place in found] == [[size, rank % max(size, 1)] for rank in range(world.size)]
+    if given is not None:
+        return check_divides(given, world.size)
+    own = torch.tensor([_from_torchrun("LOCAL_WORLD_SIZE"), _from_torchrun("LOCAL_RANK")])
+    found: list[list[int]] = world.gather_numbers(own).tolist()
+    size = found[0][0]
+    alike = found == [[size, rank % max(size, 1)] for rank in range(world.size)]
     return size if alike and 0 < size < world.size and world.size % size == 0 else 1
 
 

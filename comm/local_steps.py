@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .errors import CommError
 from .net.collectives import broadcast_from
 from .net.entries import all_finite
-from .net.scheme import Scheme
+from .net.scheme import Scheme, split_as
 from .net.transport import Transport, from_bytes, to_bytes
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum
 from .runtime.choice import Choice, agreed_scheme
@@ -257,8 +257,7 @@ class LocalSteps:
 
     def _views(self, names: Sequence[str], flat: Tensor) -> dict[str, Tensor]:
         """Return the parts of `flat` that are of these parameters."""
-        parts = torch.split(flat, [self._outer[name].numel() for name in names])
-        return {name: part.view_as(self._outer[name]) for name, part in zip(names, parts, strict=True)}
+        return dict(zip(names, split_as(flat, (self._outer[name].shape for name in names)), strict=True))
 
     def _start_sum(self, names: Sequence[str]) -> "_Flight":
         """Send what `_sent` has of these parameters into a sum beside training."""

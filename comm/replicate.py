@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -21,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from .compress.feedback import Memory
 from .errors import CommError
 from .net.fabric import Fabric
-from .net.scheme import Scheme
+from .net.scheme import Scheme, split_as
 from .net.transport import Transport
 from .plan.plan import Plan
 from .plan.tree import Comm, Phase
@@ -100,8 +99,7 @@ class _Replicas(dist.ProcessGroup):
     def _gradients(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
         """Return the gradients that `buffer` is made of; none if it cannot be told which."""
         shapes = {n: p.padded_sharded_param_size for n, p in self._parameters.items() if p.sharded_param.requires_grad}
-        sizes = [shape.numel() for shape in shapes.values()]
-        if sum(sizes) != buffer.numel():
+        if sum(shape.numel() for shape in shapes.values()) != buffer.numel():
             if not self._warned:
                 log.warning(
                     "gradients of the parameter group of %s are all-reduced in steps in which some of its parameters "
@@ -111,8 +109,7 @@ class _Replicas(dist.ProcessGroup):
                 )
             self._warned = True
             return []
-        parts = torch.split(buffer, sizes)
-        return [(name, part.view(shape)) for (name, shape), part in zip(shapes.items(), parts, strict=True)]
+        return list(zip(shapes, split_as(buffer, shapes.values()), strict=True))
 
 
 def register_replicated(

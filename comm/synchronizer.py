@@ -22,9 +22,10 @@ from torch.autograd import Variable
 from .compress.compressor import Compressor
 from .compress.feedback import ErrorFeedback, Memory
 from .errors import CommError
+from .net.alike import check_alike
 from .net.fabric import make_fabric
+from .net.scheme import split_as
 from .plan.plan import Plan
-from .runtime.choice import check_alike
 from .runtime.execute import OptionScheme, options_of
 from .runtime.lanes import Lanes
 
@@ -147,7 +148,7 @@ class GradientSynchronizer:
         dtype = reduce(torch.promote_types, (parameter.dtype for parameter in group))
         device = self.scheme.transport.device
         own = torch.empty(sum(parameter.numel() for parameter in group), dtype=dtype, device=device)
-        for parameter, part in zip(group, torch.split(own, [p.numel() for p in group]), strict=True):
+        for parameter, part in zip(group, split_as(own, (parameter.shape for parameter in group)), strict=True):
             if parameter.grad is None:
                 part.zero_()
             elif parameter.grad.layout is not torch.strided:
@@ -157,17 +158,17 @@ class GradientSynchronizer:
                 )
             else:
                 # Divided before the sum, as DDP does it: half precision overflows later.
-                torch.div(parameter.grad.reshape(-1).to(dtype), self.scheme.transport.size, out=part)
+                torch.div(parameter.grad.to(dtype), self.scheme.transport.size, out=part)
         return own
 
     def _finish(self, index: int) -> None:
         """Wait until a group is communicated, and make its sum the gradients."""
         with torch.no_grad():
             total, group = self._lanes.take(index).total(), self._groups[index]
-            for parameter, part in zip(group, torch.split(total, [p.numel() for p in group]), strict=True):
+            for parameter, part in zip(group, split_as(total, (parameter.shape for parameter in group)), strict=True):
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(part.view_as(parameter))
+                parameter.grad.copy_(part)
 
 
 def synchronize_by(

@@ -34,7 +34,7 @@ def run_steps(scheme: SparseScheme, inputs: Iterable[Tensor]) -> Run:
         scheme.transport.traffic.reset()
         given.append(tensor.clone())
         totals.append(scheme.reduce("w", tensor.clone()))
-        residual = scheme.residual("w")
+        residual = scheme.state_dict()["residuals"].get("w")
         residuals.append(torch.zeros(tensor.numel()) if residual is None else residual.clone())
     traffic = scheme.transport.traffic
     return Run(

@@ -65,8 +65,8 @@ RUNNERS = pytest.mark.parametrize(
 
 
 def lists(found: Parts) -> list[Coo]:
-    """Return the indices and values of each part."""
-    each = zip(found.indices.split(found.counts), found.values.split(found.counts), strict=True)
+    """Return the places and values of each part."""
+    each = zip(found.places.split(found.counts), found.values.split(found.counts), strict=True)
     return [Coo(indices, values) for indices, values in each]
 
 

@@ -13,9 +13,9 @@ from resilient_run.comm.compress.compressors import named
 from resilient_run.comm.compress.feedback import ErrorFeedback, MomentumCorrection
 from resilient_run.comm.compress.quantized import EightBits
 from resilient_run.comm.errors import CommError
+from resilient_run.comm.net.alike import check_alike
 from resilient_run.comm.net.transport import Transport
 from resilient_run.comm.plan.plan import DENSE, FLAT, PlanGroup
-from resilient_run.comm.runtime.choice import check_alike
 from resilient_run.comm.schemes import SCHEMES
 from resilient_run.comm.schemes import named as scheme_named
 from resilient_run.comm.spardl.spardl import SparDL

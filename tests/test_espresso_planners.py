@@ -19,6 +19,7 @@ from espresso_instances import (
 )
 from tensor_sizes import brute_force
 
+from resilient_run.comm.cupcake.front import pareto
 from resilient_run.comm.espresso import maxplus
 from resilient_run.comm.espresso.exact import search
 from resilient_run.comm.espresso.greedy import greedy, offload
@@ -62,7 +63,7 @@ def test_pareto_keeps_what_no_other_dominates() -> None:
     for _ in range(200):
         points = seeded.integers(0, 4, size=(30, 3)).astype(float)
         points[seeded.random(points.shape) < 0.2] = maxplus.NEVER
-        kept = set(map(int, maxplus.pareto(points)))
+        kept = set(map(int, pareto(points)))
         for index, point in enumerate(points):
             others = [i for i in range(30) if (points[i] <= point).all() and ((points[i] < point).any() or i < index)]
             assert (index in kept) == (not others)

@@ -10,7 +10,7 @@ from resilient_run.comm.ops.bitmap import bitmap_bytes, bitmap_encode, bitmap_in
 from resilient_run.comm.ops.coo import coo_encode
 from resilient_run.comm.ops.scatter import scatter_add
 from resilient_run.comm.ops.spread import Spread
-from resilient_run.comm.zen.histogram import indices_at, partition, positions
+from resilient_run.comm.zen.histogram import indices_at, partition
 
 
 def packed(present: list[bool]) -> Tensor:
@@ -38,21 +38,17 @@ def test_a_bit_stands_for_each_element(run: Runner, gradient: Tensor) -> None:
 def test_kernels_are_their_references(seed: int) -> None:
     gradient = sparse(1000 + 7 * seed, 0.9**seed, seed=seed)
     bitmap, numel = packed((gradient != 0).tolist()), gradient.numel()
-    same([bitmap_indices(bitmap, numel)], [bitmap_indices.reference(bitmap, numel)])
+    same([bitmap_indices(bitmap, numel)], [bitmap_indices.on("reference")(bitmap, numel)])
     indices = coo_encode(gradient).indices.flip(0)
-    same([bitmap_encode(indices, numel), bitmap_encode.reference(indices, numel)], [bitmap] * 2)
+    same([bitmap_encode(indices, numel), bitmap_encode.on("reference")(indices, numel)], [bitmap] * 2)
 
 
 @RUNNERS
 def test_bitmaps_of_others_are_not_trusted(run: Runner) -> None:
     with pytest.raises(OpError, match="2 bytes"):
         run(bitmap_indices, torch.zeros(1, dtype=torch.uint8), 9)
-    with pytest.raises(OpError, match="indices from 11 to 11 do not fit 10 elements"):
+    with pytest.raises(OpError, match="10 elements has bits set behind the last one"):
         run(bitmap_indices, torch.tensor([0, 8], dtype=torch.uint8), 10)
-    with pytest.raises(OpError, match="2 bits are set, of 3"):
-        run(bitmap_indices, torch.tensor([3], dtype=torch.uint8), 8, 3)
-    with pytest.raises(OpError, match="0 bits are set, of 1"):
-        run(bitmap_indices, torch.empty(0, dtype=torch.uint8), 0, 1)
 
 
 @RUNNERS
@@ -60,12 +56,12 @@ def test_bitmaps_of_others_are_not_trusted(run: Runner) -> None:
 def test_hash_bitmap_names_the_indices_of_a_part(run: Runner, numel: int, parts: int) -> None:
     spread = Spread(numel=numel, parts=parts, seed=2)
     gradient = sparse(numel, 0.4)
-    for part, (indices, values) in enumerate(lists(partition(*coo_encode(gradient), spread))):
-        bitmap = run(bitmap_encode, positions(indices, spread).flip(0), spread.size(part))
+    for part, (places, values) in enumerate(lists(partition(*coo_encode(gradient), spread))):
+        bitmap = run(bitmap_encode, places.flip(0), spread.size(part))
         assert bitmap.numel() == bitmap_bytes(spread.size(part))
-        same([unpacked(run, bitmap, spread, part)], [indices])
+        same([unpacked(run, bitmap, spread, part)], [indices_at(places, spread, part)])
         # A server that keeps its share dense has the same bitmap, and values in the same order.
-        share = scatter_add(torch.zeros(spread.size(part)), positions(indices, spread), values)
+        share = scatter_add(torch.zeros(spread.size(part)), places, values)
         same([packed((share != 0).tolist()), share[share != 0]], [bitmap, values])
 
 
@@ -74,7 +70,7 @@ def test_all_and_none(run: Runner) -> None:
     spread = Spread(numel=30, parts=2)
     for part in range(2):
         own = torch.arange(30, dtype=torch.int32)[spread.owners(torch.arange(30)) == part]
-        full = run(bitmap_encode, positions(own, spread), spread.size(part))
+        full = run(bitmap_encode, spread.positions(own), spread.size(part))
         assert full.tolist() == [255, 127]
         same([unpacked(run, full, spread, part)], [own])
         assert run(bitmap_encode, own[:0], spread.size(part)).tolist() == [0, 0]

@@ -34,7 +34,7 @@ def test_blocks_with_a_non_zero_and_back(run: Runner, gradient: Tensor, block: i
 def test_kernels_are_their_references(seed: int, block: int) -> None:
     gradient = sparse(5000 + seed, 0.002 * seed, seed=seed, dtype=[torch.float32, torch.bfloat16][seed % 2])
     found = block_encode(gradient, block)
-    same(found, block_encode.reference(gradient, block))
+    same(found, block_encode.on("reference")(gradient, block))
     same([block_decode(*found, gradient.numel())], [gradient])
     same(block_encode(gradient), block_encode(gradient, BLOCK))
 

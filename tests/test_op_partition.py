@@ -8,7 +8,7 @@ from torch import Tensor
 from resilient_run.comm.errors import OpError
 from resilient_run.comm.ops.coo import coo_encode
 from resilient_run.comm.ops.spread import Spread, murmur, murmur_cpu, murmur_cuda
-from resilient_run.comm.zen.histogram import indices_at, partition, positions
+from resilient_run.comm.zen.histogram import indices_at, partition
 
 # Density and elements (millions) of the embeddings of Table 3.1.
 MODELS = {"LSTM": (0.0113, 406), "DeepFM": (0.028, 214), "NMT": (0.0247, 112), "BERT": (0.0106, 23)}
@@ -56,11 +56,9 @@ def test_stable_and_exact(run: Runner, numel: int, parts: int) -> None:
     expected = [indices[owners == part] for part in range(parts)]
     assert found.counts == [len(each) for each in expected]
     for mine, part in zip(lists(found), expected, strict=True):
-        same(mine, (part, values[torch.isin(indices, part)]))
+        same(mine, (spread.positions(part), values[torch.isin(indices, part)]))
     for part in range(parts):
-        own = run(positions, expected[part], spread)
-        assert torch.equal(own, spread.positions(expected[part]))
-        same([run(indices_at, own, spread, part)], [expected[part]])
+        same([run(indices_at, spread.positions(expected[part]), spread, part)], [expected[part]])
 
 
 @RUNNERS
@@ -68,7 +66,9 @@ def test_stable_and_exact(run: Runner, numel: int, parts: int) -> None:
 def test_any_order_and_type(run: Runner, dtype: torch.dtype) -> None:
     spread = Spread(numel=60, parts=3)
     indices, values = torch.randperm(60, dtype=torch.int32)[:40], torch.randn(40, dtype=dtype)
-    same(run(partition, indices[::2], values[::2], spread), partition.reference(indices[::2], values[::2], spread))
+    same(
+        run(partition, indices[::2], values[::2], spread), partition.on("reference")(indices[::2], values[::2], spread)
+    )
 
 
 @RUNNERS
@@ -83,7 +83,7 @@ def test_kernel_is_its_reference(seed: int) -> None:
     numel, parts = (int(torch.randint(1, high, (), generator=random)) for high in (20000, 200))
     spread = Spread(numel=numel, parts=parts, seed=seed)
     entries = coo_encode(sparse(numel, 0.3, seed=seed))
-    same(partition(*entries, spread), partition.reference(*entries, spread))
+    same(partition(*entries, spread), partition.on("reference")(*entries, spread))
 
 
 def rows(numel: int, count: int, width: int, random: torch.Generator) -> Tensor:
@@ -117,8 +117,6 @@ def test_indices_of_another_tensor_are_refused(run: Runner) -> None:
     for wrong in (torch.tensor([10], dtype=torch.int32), torch.tensor([-1], dtype=torch.int32)):
         with pytest.raises(OpError, match="do not fit 10 elements"):
             run(partition, wrong, torch.ones(1), spread)
-        with pytest.raises(OpError, match="do not fit 10 elements"):
-            run(positions, wrong, spread)
         with pytest.raises(OpError, match="do not fit"):
             run(indices_at, wrong, spread, 0)
     with pytest.raises(OpError, match="part 4 is none of the 4 parts"):

@@ -33,7 +33,7 @@ def of_each_block(tensor: Tensor, block: int) -> Tensor:
 def test_all_that_a_gradient_can_hold(run: Runner, gradient: Tensor, kind: Format, seed: int | None) -> None:
     flat = gradient.detach().reshape(-1).float()
     found = run(quantize, gradient, kind, block=5, seed=seed)
-    same(found, quantize.reference(gradient, kind, block=5, seed=seed))
+    same(found, quantize.on("reference")(gradient, kind, block=5, seed=seed))
     back = run(dequantize, *found, flat.numel(), block=5)
     assert back.dtype == torch.float32
     assert back.shape == flat.shape
@@ -57,9 +57,9 @@ def test_kernel_is_its_reference(kind: Format, seed: int | None, block: int, dty
         for dense in (wide, randn(numel), wide * 2.0**-10):
             given = dense.to(dtype)
             found = quantize(given, kind, block=block, seed=seed)
-            same(found, quantize.reference(given, kind, block=block, seed=seed))
+            same(found, quantize.on("reference")(given, kind, block=block, seed=seed))
             back = dequantize(*found, numel, block=block)
-            same([back], [dequantize.reference(*found, numel, block=block)])
+            same([back], [dequantize.on("reference")(*found, numel, block=block)])
 
 
 def test_fp8_is_rounded_as_torch_rounds() -> None:
@@ -90,7 +90,7 @@ def test_least_and_greatest_numbers(kind: Format, seed: int | None) -> None:
     greatest = torch.tensor([limits.max, -limits.max, 1.0, 0.0])
     for dense in (denormal, denormal[1:], greatest, torch.cat([greatest, denormal])):
         found = quantize(dense, kind, block=4, seed=seed)
-        same(found, quantize.reference(dense, kind, block=4, seed=seed))
+        same(found, quantize.on("reference")(dense, kind, block=4, seed=seed))
         same(found, quantize.on("cuda")(dense, kind, block=4, seed=seed) if not torch.cuda.is_available() else found)
         back = dequantize(*found, dense.numel(), block=4)
         assert back.isfinite().all()

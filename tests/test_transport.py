@@ -75,7 +75,10 @@ def test_operation_runs_where_its_first_argument_lives() -> None:
     def named(name: str) -> Callable[[Tensor], str]:
         return lambda tensor: name
 
-    op = Op(name="where", reference=named("reference"), cpu=named("cpu"), cuda=named("cuda"))
+    def checked(tensor: Tensor) -> tuple[Tensor]:
+        return (tensor,)
+
+    op = Op(name="where", check=checked, reference=named("reference"), cpu=named("cpu"), cuda=named("cuda"))
     assert op(torch.zeros(1)) == "cpu"
     assert op(torch.zeros(1, device="meta")) == "reference"
     assert op.on("cuda")(torch.zeros(1)) == "cuda"

@@ -10,9 +10,7 @@ from click.testing import CliRunner
 
 from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.comm.plan import constraints, tree
-from resilient_run.comm.plan.tree import Comm, Comp, Decomp, Option, Phase, Role, Routine, Steps
-
-GATHER = Routine.ALL_GATHER
+from resilient_run.comm.plan.tree import Comm, Comp, Decomp, Meeting, Option, Phase, Role, Routine, Steps
 
 
 def counts(paths: Iterable[Steps]) -> tuple[int, int]:
@@ -29,14 +27,27 @@ def test_the_tree_has_as_many_options_as_the_paper_says() -> None:
     assert sum(map(constraints.compressed, gpu_only)) == 165
 
 
-def test_each_subtree_has_its_number_of_options() -> None:
-    assert counts(tree.last_dense(Phase.INTRA2, GATHER)) == (5, 2)
-    assert counts(tree.last_compressed(Phase.INTRA2, GATHER)) == (12, 3)
-    assert counts(tree.inter_second_dense(GATHER, GATHER)) == (29, 5)
-    assert counts(tree.inter_dense(GATHER)) == (63, 12)
-    assert counts(tree.inter_compressed(GATHER)) == (152, 19)
-    assert counts(tree.flat()) == (63, 12)
-    assert counts(tree.hierarchical()) == (4278, 162)
+@pytest.mark.parametrize("rooted", [False, True])
+def test_each_subtree_has_its_number_of_options(rooted: bool) -> None:
+    """T1 to T5 of the thesis; from dense data on, a way begins with a compression or not."""
+
+    def ways(schemes: Iterable[list[Meeting]], *, compressed: bool) -> tuple[int, int]:
+        return counts(steps for scheme in schemes for steps in tree.walk(scheme, compressed=compressed))
+
+    last = Meeting(Phase.INTRA2, Role.SECOND, rooted)
+    between = [[*scheme, last] for scheme in tree.in_one_phase(Phase.INTER)]
+    t1, t2 = (5, 2), (12, 3)
+    assert ways([[last]], compressed=False) == t1
+    assert ways([[last]], compressed=True) == t2
+    second = Meeting(Phase.INTER, Role.SECOND, rooted)
+    assert ways([[second, last]], compressed=False) == (29, 5)
+    (t3, t3_gpu), (t4, t4_gpu) = (63, 12), (152, 19)
+    from_dense = t3 + 2 * t4, t3_gpu + t4_gpu
+    assert ways(between, compressed=False) == from_dense
+    assert ways(between, compressed=True) == (t4 + 2 * from_dense[0], t4_gpu + from_dense[1])
+    assert ways(tree.in_one_phase(Phase.FLAT), compressed=False) == (63, 12)
+    hierarchical = [scheme for each in tree.in_one_phase(Phase.INTER) for scheme in tree.around(each)]
+    assert ways(hierarchical, compressed=False) == (4278, 162)
 
 
 @pytest.mark.parametrize("part", range(10))
@@ -54,7 +65,7 @@ def test_every_option_is_well_formed(part: int) -> None:
         order = (Phase.FLAT,) if option.flat else (Phase.INTRA1, Phase.INTER, Phase.INTRA2)
         assert list(dict.fromkeys(phases)) == list(order), option
         for first, second in pairs(option):
-            assert second.routine is first.routine.second, option
+            assert second.routine is (Routine.BROADCAST if first.routine.rooted else Routine.ALL_GATHER), option
 
 
 def pairs(option: Option) -> list[tuple[Comm, Comm]]:

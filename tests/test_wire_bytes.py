@@ -121,6 +121,8 @@ def sends(routine: Routine, ranks: int, rank: int) -> list[Hop]:
         return [Hop(rank, 0, (rank,))] if rank else []
     if routine is Routine.ALL_REDUCE:
         return [Hop(rank, (rank + 1) % ranks, (0,))] * (2 * (ranks - 1))
+    if routine is Routine.ALL_TO_ALL:
+        return [Hop(rank, to, (to,)) for to in range(ranks) if to != rank]
     return [sent for sent, _ in turns(routine, ranks, rank) if sent is not None]
 
 

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import click
 import torch
@@ -28,7 +27,7 @@ def from_environment(name: str, *, minimum: int = 0, default: int | None = None)
 
 
 @contextmanager
-def joined_job(timeout: timedelta | None = None) -> Iterator[torch.device]:
+def joined_job() -> Iterator[torch.device]:
     """Be one of the job's ranks in torch's default process group: NCCL and a GPU each, or Gloo where there is none.
 
     Raises:
@@ -48,7 +47,7 @@ def joined_job(timeout: timedelta | None = None) -> Iterator[torch.device]:
         device = torch.device("cuda", from_environment("LOCAL_RANK", default=0))
         torch.cuda.set_device(device)
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except dist.DistError as error:
         raise click.ClickException(f"rank {rank} finds no others at {address}:{port}: {error}") from error
     try:

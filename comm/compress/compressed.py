@@ -45,7 +45,8 @@ class Compressed(RoundScheme):
             # In the order of ranks, so that sums are equal bit for bit on all of them.
             total = torch.zeros(numel, dtype=dtype, device=flat.device)
             messages = yield from bruck_gather(rank, range(ranks), message, sizes_bytes=sizes_bytes)
-            compressor.add_all((received, total, seed) for received in messages)
+            for received in messages:
+                compressor.add(received, total, seed=seed)
         self.memory.undo_unless_finite([key], total)
         return laid_out(total.view(gradient.shape), gradient)
 

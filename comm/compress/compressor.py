@@ -1,7 +1,6 @@
 """What gradient compressors have in common: a tensor becomes a message, and a message a tensor again."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -48,11 +47,6 @@ class Compressor(ABC):
     def add(self, message: Tensor, total: Tensor, *, seed: int) -> None:
         """Add what a message decodes to, to the 1-D tensor `total`, in place."""
         total += self.decompress(message, total.numel(), total.dtype, seed=seed)
-
-    def add_all(self, messages: Iterable[tuple[Tensor, Tensor, int]]) -> None:
-        """Do `add` for each (message, total, seed), in this order."""
-        for message, total, seed in messages:
-            self.add(message, total, seed=seed)
 
     def subtract(self, message: Tensor, dense: Tensor, dtype: torch.dtype, *, seed: int) -> None:
         """Subtract what a message of a tensor of `dtype` decodes to from `dense`, which may be wider, in place."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import CommError
 from ..net.entries import all_finite, check_residual
-from ..net.scheme import Scheme, laid_out
+from ..net.scheme import Scheme, laid_out, split_as
 from ..net.transport import Transport
 
 _LEAST_GAIN = 2
@@ -77,10 +77,6 @@ class PowerSGD(Scheme):
             totals.append(laid_out(total.view(like.shape), gradient))
         return totals
 
-    def residual(self, key: str) -> Tensor | None:
-        """Return what this rank adds to the next gradient of a parameter, as a matrix; None if nothing."""
-        return self._residuals.get(key)
-
     def state_dict(self) -> dict[str, Any]:
         """Return residuals and factors by parameter."""
         return {"scheme": self.name, "residuals": dict(self._residuals), "factors": dict(self._factors)}
@@ -129,10 +125,8 @@ class PowerSGD(Scheme):
         # Of one type: of float64 if any is.
         together = torch.cat([each.reshape(-1) for each in tensors.values()])
         self.transport.all_reduce(together)
-        parts = torch.split(together, [each.numel() for each in tensors.values()])
-        return {
-            key: part.view(each.shape).to(each.dtype) for (key, each), part in zip(tensors.items(), parts, strict=True)
-        }
+        parts = split_as(together, (each.shape for each in tensors.values()))
+        return {key: part.to(each.dtype) for (key, each), part in zip(tensors.items(), parts, strict=True)}
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

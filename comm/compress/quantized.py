@@ -137,11 +137,6 @@ class TwoStep(RoundScheme):
         self._sums.undo_unless_finite([key], total)
         return total.view(gradient.shape)
 
-    def residuals(self, key: str) -> tuple[Tensor, Tensor]:
-        """Return what this rank adds to its next gradient, and to the next sum of its share."""
-        (own,), (sums,) = (memory.state_dict()["kept"][key] for memory in (self._own, self._sums))
-        return own, sums
-
     def state_dict(self) -> dict[str, Any]:
         """Return what both roundings took away."""
         return {"scheme": self.name, "own": self._own.state_dict(), "sums": self._sums.state_dict()}

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .front import pareto
 from .fusion import Floats, FoundFusion, FusionProblem, Group, Strategy, all_bucketed
 
 Indices = NDArray[np.intp]
@@ -366,7 +367,7 @@ class _Search:
                     dropped_s = min(dropped_s, float(least_s[keep[most]]))
                     keep = keep[:most]
                 if most > width:
-                    keep = keep[np.sort(_front(self._felt(new[:, keep], end), self._limit_s * _ROUNDING))]
+                    keep = keep[pareto(self._felt(new[:, keep], end).T, self._limit_s * _ROUNDING)]
             labels.append(new[:, keep])
             firsts = counts.cumsum() - counts
             trail.append((kinds[group[keep]], starts[group[keep]], keep - firsts[group[keep]]))
@@ -411,16 +412,3 @@ class _Search:
         sent_s = np.maximum(sent_s, self._bounds.backward[min(end + 1, self._count)] + encoding_s)
         decoded_s = np.maximum(decoded_s, self._bounds.backward[-1] + computing_s)
         return np.stack([encoding_s, computing_s, sent_s, decoded_s])
-
-
-def _front(values: Floats, tolerance: float) -> Indices:
-    """Return the columns that no other column is at most equal to in every row; one of those equal but for rounding."""
-    left = values.sum(axis=0).argsort()
-    values = values[:, left]
-    found: list[int] = []
-    while len(left):
-        # Nothing that is left has a smaller sum, so nothing is better than the first column in every row.
-        found.append(int(left[0]))
-        open_ = (values < values[:, :1] - tolerance).any(axis=0)
-        left, values = left[open_], values[:, open_]
-    return np.array(found, dtype=np.intp)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..cupcake.front import pareto
 from . import maxplus
 from .legs import Future, Legs, Slack
 from .strategy import Fronts, Problem, Strategy
@@ -104,7 +105,7 @@ class _LegSearch:
             if not len(kept):
                 return None, dropped_s
             settled = self._slack.settle(leg, after[kept])
-            front = maxplus.pareto(settled)
+            front = pareto(settled)
             if len(front) > width:
                 dropped_s = min(dropped_s, float(at_least_s[kept[front[width]]]))
                 front = front[:width]

@@ -45,8 +45,6 @@ COMPUTING = slice(GPU, BUSY + 1)
 NEVER = -np.inf
 RESOURCES = tuple(Resource)
 _GPU, _CPU, _INTRA = (RESOURCES.index(resource) for resource in (Resource.GPU, Resource.CPU, Resource.INTRA))
-_FIRST_AT_ONCE = 32
-_MOST_AT_ONCE = 128
 
 
 def compute(states: Array, seconds: float | Array) -> Array:
@@ -135,36 +133,3 @@ def compose(second: Array, first: Array) -> Array:
     for between in range(1, second.shape[-1]):
         np.maximum(product, second[..., :, between, None] + first[..., None, between, :], out=product)
     return product
-
-
-def pareto(points: Array) -> NDArray[np.intp]:
-    """Return the indices of the points that no other one is nowhere larger than; of equal ones the first."""
-    points = points[:, (points != points[:1]).any(axis=0)]
-    finite = np.isfinite(points)
-    sums = np.where(finite, points, 0.0).sum(axis=1)
-    # What depends on fewest queues and takes least is not dominated by anything behind it in this order.
-    left = np.lexsort((np.arange(len(points)), sums, finite.sum(axis=1)))
-    kept, count = [], _FIRST_AT_ONCE
-    while len(left):
-        # The first ones leave few of the others, so that more can be compared at once.
-        head, left, count = left[:count], left[count:], min(2 * count, _MOST_AT_ONCE)
-        head = head[~_dominated(points[head])]
-        kept.append(head)
-        left = left[~_no_larger(points[head], points[left]).any(axis=0)]
-    return np.sort(np.concatenate(kept))
-
-
-def _dominated(points: Array) -> NDArray[np.bool_]:
-    """Return which points some other one is nowhere larger than; of equal ones all but the first."""
-    no_larger = _no_larger(points, points)
-    places = np.arange(len(points))
-    found: NDArray[np.bool_] = np.logical_or.reduce(no_larger & ~(no_larger.T & (places[:, None] >= places)))
-    return found
-
-
-def _no_larger(left: Array, right: Array) -> NDArray[np.bool_]:
-    """Return for each pair of a left and a right point whether the left one is nowhere larger."""
-    found = np.ones((len(left), len(right)), dtype=bool)
-    for lefts, rights in zip(np.ascontiguousarray(left.T), np.ascontiguousarray(right.T), strict=True):
-        found &= lefts[:, None] <= rights
-    return found

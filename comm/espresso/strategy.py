@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cupcake.front import pareto
 from . import maxplus
 from .maxplus import Array, Resource
 
@@ -109,7 +110,7 @@ class Problem:
         """Return, for each kind, those of the choices that can be best whatever the other tensors take."""
         among = np.fromiter(choices, dtype=np.intp)
         chains, places = self._chains(among), self._places[:, among]
-        found = [among[maxplus.pareto(chains.entries(seconds[places]))] for seconds in self._seconds]
+        found = [among[pareto(chains.entries(seconds[places]))] for seconds in self._seconds]
         self._derive(np.concatenate(found))
         return found
 

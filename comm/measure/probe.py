@@ -1,7 +1,7 @@
 """Measures what planners must know of a job's ranks: links by collective, and compressors by size."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -10,39 +10,25 @@ from torch import Tensor
 
 from ..compress.compressor import Compressor
 from ..compress.feedback import ErrorFeedback
-from ..net.collectives import broadcast_from, gather_shares, reduce_scatter, reduce_to
-from ..net.transport import Transport, to_bytes
+from ..net.collectives import carry_dense
+from ..net.transport import Transport
 from ..plan.tree import Routine
-from ..runtime.pieces import Message, Pieces, gather_all, gather_pieces_to, pack, scatter_all, unpack
+from ..runtime.pieces import Message, Pieces, carry_pieces
 
 # A batch lasts about so long: more than what shaped links and buffers take in at once.
 _BATCH_S = 0.05
 _GREATEST_BATCH = 200
 
-_DENSE: Mapping[Routine, Callable[[Transport, Tensor], object]] = {
-    Routine.ALL_REDUCE: lambda transport, dense: transport.all_reduce(dense),
-    Routine.REDUCE_SCATTER: lambda transport, dense: reduce_scatter(transport, dense),
-    Routine.ALL_GATHER: lambda transport, dense: gather_shares(transport, dense),
-    Routine.REDUCE: lambda transport, dense: reduce_to(0, dense, transport),
-    Routine.BROADCAST: lambda transport, dense: broadcast_from(
-        0, None if transport.rank else to_bytes(dense), transport, size_bytes=dense.nbytes
-    ),
-}
-_COMPRESSED: Mapping[Routine, Callable[[Transport, Tensor, bool], object]] = {
-    Routine.ALL_GATHER: lambda transport, data, alike: gather_all(_pieces(data, 1), transport, alike=alike),
-    Routine.ALL_TO_ALL: lambda transport, data, alike: scatter_all(
-        _pieces(data, transport.size), transport, alike=alike
-    ),
-    Routine.GATHER: lambda transport, data, alike: gather_pieces_to(0, _pieces(data, 1), transport, alike=alike),
-    Routine.BROADCAST: lambda transport, data, _: unpack(
-        broadcast_from(0, None if transport.rank else pack(_pieces(data, 1)), transport)
-    ),
-}
-
-PROBED = tuple(_DENSE)
+PROBED = (
+    Routine.ALL_REDUCE,
+    Routine.REDUCE_SCATTER,
+    Routine.ALL_GATHER,
+    Routine.REDUCE,
+    Routine.BROADCAST,
+)
 """The collectives of dense tensors that `probe_link` can measure."""
 
-PROBED_COMPRESSED = tuple(_COMPRESSED)
+PROBED_COMPRESSED = (Routine.ALL_GATHER, Routine.ALL_TO_ALL, Routine.GATHER, Routine.BROADCAST)
 """Those of compressed data."""
 
 
@@ -86,36 +72,36 @@ def probe_coder(
             counts.
     """
     home = torch.device(device if gradients_on is None else gradients_on)
-    points: dict[str, list[float]] = {"compress": [], "decompress": [], "accumulate": []}
-    ratio = 1.0
-    for size_bytes in sizes_bytes:
+
+    def seconds(size_bytes: int) -> tuple[float, float, float, float]:
+        """Return those of `compress`, `decompress` and `accumulate`, and the ratio."""
         dense = torch.randn(size_bytes // 4, generator=torch.Generator().manual_seed(0)).to(home)
-        memory = ErrorFeedback(compressor)
+        memory, total = ErrorFeedback(compressor), torch.zeros_like(dense, device=device)
         message, seed = memory.compress("probe", dense.to(device))
         message = message.to(home)
-        ratio = message.numel() / dense.nbytes
-        total = torch.zeros_like(dense, device=device)
 
-        def decompress(
-            message: Tensor = message, numel: int = dense.numel(), dtype: torch.dtype = dense.dtype, seed: int = seed
-        ) -> None:
-            compressor.decompress(message.to(device), numel, dtype, seed=seed).to(home)
-
-        def accumulate(message: Tensor = message, total: Tensor = total, seed: int = seed) -> None:
-            compressor.add(message.to(device), total, seed=seed)
-
-        def compress(memory: ErrorFeedback = memory, dense: Tensor = dense) -> None:
+        def compress() -> None:
             memory.compress("probe", dense.to(device))[0].to(home)
             memory.undo_unless_finite(["probe"], dense)
 
-        for name, work in (("compress", compress), ("decompress", decompress), ("accumulate", accumulate)):
-            points[name].append(_mean_s(work, device=home, repeats=repeats, transport=transport))
+        def decompress() -> None:
+            compressor.decompress(message.to(device), dense.numel(), dense.dtype, seed=seed).to(home)
+
+        def accumulate() -> None:
+            compressor.add(message.to(device), total, seed=seed)
+
+        def mean_s(work: Callable[[], object]) -> float:
+            return _mean_s(work, device=home, repeats=repeats, transport=transport)
+
+        return mean_s(compress), mean_s(decompress), mean_s(accumulate), message.numel() / dense.nbytes
+
+    compress, decompress, accumulate, ratios = zip(*map(seconds, sizes_bytes), strict=True)
     return CoderPoints(
         sizes_bytes=tuple(sizes_bytes),
-        compress=tuple(points["compress"]),
-        decompress=tuple(points["decompress"]),
-        accumulate=tuple(points["accumulate"]),
-        ratio=ratio,
+        compress=compress,
+        decompress=decompress,
+        accumulate=accumulate,
+        ratio=ratios[-1],
     )
 
 
@@ -149,11 +135,14 @@ def probe_link(
         tensor = torch.zeros(each * transport.size, device=transport.device)
 
         def call(tensor: Tensor = tensor) -> None:
+            waits = routine is Routine.BROADCAST and transport.rank > 0
             if compressor is None:
-                _DENSE[routine](transport, tensor)
+                dense = None if waits else tensor
+                carry_dense(routine, dense, transport, root=0, numel=tensor.numel(), dtype=tensor.dtype)
             else:
                 alike = compressor.message_bytes(tensor.numel(), tensor.dtype) is not None
-                _COMPRESSED[routine](transport, tensor, alike)
+                pieces = None if waits else _pieces(tensor, transport.size if routine is Routine.ALL_TO_ALL else 1)
+                carry_pieces(routine, pieces, transport, root=0, alike=alike)
 
         found.append(_mean_s(call, device=transport.device, repeats=repeats, transport=everyone or transport))
     return tuple(found)

@@ -3,13 +3,13 @@
 All ranks of the transport make the same calls in the same order, as of the transport itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..plan.collective import turns
+from ..plan.collective import Hop, turns
 from ..plan.tree import Routine
 from .transport import Transport, Turn, from_bytes, to_bytes
 
@@ -88,15 +88,41 @@ def gather_to(
     if transport.rank != root:
         transport.exchange({root: message}, [], sizes_bytes=None if sizes_bytes is None else {})
         return None
-    sources = [(root + ahead) % transport.size for ahead in range(1, transport.size)]
+    sources = [rank for rank in range(transport.size) if rank != root]
     known = transport.announce({}, sources) if sizes_bytes is None else dict(enumerate(sizes_bytes))
-    # Long messages wait until they are asked for.
-    in_turn = transport.overruns(known[source] for source in sources)
-    together = [[source] for source in sources] if in_turn else [sources]
-    found = {root: message}
-    for group in together:
-        found |= transport.exchange({}, group, sizes_bytes=known)
+    found = {root: message} | transport.exchange({}, sources, sizes_bytes=known)
     return [found[rank] for rank in range(transport.size)]
+
+
+def carry_dense(
+    routine: Routine, held: Tensor | None, transport: Transport, *, root: int, numel: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Return what a rank holds after a collective of 1-D tensors, which may be overwritten.
+
+    Args:
+        routine: One of dense tensors.
+        held: This rank's tensor; None on all but `root` before a broadcast.
+        transport: The ranks.
+        root: Who receives or sends everything, if anybody does.
+        numel: Elements that are broadcast.
+        dtype: Theirs.
+    """
+    if routine is Routine.BROADCAST:
+        message = None if held is None else to_bytes(held)
+        received = broadcast_from(root, message, transport, size_bytes=numel * dtype.itemsize)
+        return from_bytes(received, (dtype, numel))[0]
+    assert held is not None
+    match routine:
+        case Routine.ALL_REDUCE:
+            transport.all_reduce(held)
+            return held
+        case Routine.REDUCE_SCATTER:
+            return reduce_scatter(transport, held)
+        case Routine.ALL_GATHER:
+            return gather_shares(transport, held)
+        case Routine.REDUCE:
+            return reduce_to(root, held, transport)
+    raise AssertionError(f"{routine} is no collective of dense tensors")
 
 
 def _is_left_to_library(transport: Transport) -> bool:
@@ -111,26 +137,21 @@ def _run_turns(
     size, dtype = transport.size, held[0].dtype
     adds = routine in (Routine.REDUCE, Routine.REDUCE_SCATTER)
 
-    def message(blocks: Sequence[int]) -> Tensor:
-        return to_bytes(*(held[block] for block in blocks))
+    def message(hop: Hop | None) -> dict[int, Tensor]:
+        return {} if hop is None else {(hop.receiver + root) % size: to_bytes(*(held[block] for block in hop.blocks))}
 
-    def take(blocks: Sequence[int], received: Tensor) -> None:
-        parts = from_bytes(received, *((dtype, numels[block]) for block in blocks))
-        for block, part in zip(blocks, parts, strict=True):
-            held[block] = held[block].add_(part) if adds else part
+    def take(blocks: Sequence[int], received: Mapping[int, Tensor]) -> None:
+        for message in received.values():
+            parts = from_bytes(message, *((dtype, numels[block]) for block in blocks))
+            for block, part in zip(blocks, parts, strict=True):
+                held[block] = held[block].add_(part) if adds else part
 
     own = []
     for sent, received in turns(routine, size, (transport.rank - root) % size):
         if sent is None and received is None:
             continue
-        outgoing, incoming = sent.blocks if sent else (), received.blocks if received else ()
-        own.append(
-            Turn(
-                to=(sent.receiver + root) % size if sent else None,
-                message=partial(message, outgoing),
-                source=(received.sender + root) % size if received else None,
-                size_bytes=dtype.itemsize * sum(numels[block] for block in incoming),
-                take=partial(take, incoming),
-            )
-        )
+        blocks = received.blocks if received else ()
+        size_bytes = dtype.itemsize * sum(numels[block] for block in blocks)
+        sizes_bytes = {(received.sender + root) % size: size_bytes} if received else {}
+        own.append(Turn(outgoing=partial(message, sent), sizes_bytes=sizes_bytes, take=partial(take, blocks)))
     transport.relay(own)

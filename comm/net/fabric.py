@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 import torch.distributed as dist
 
 from ..errors import CommError
 from ..plan.tree import Phase
+from .alike import check_alike
 from .transport import Transport
 
 
@@ -47,10 +49,11 @@ def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.devi
         device: Where messages are.
 
     Raises:
-        CommError: As `agreed`.
+        CommError: The ranks are given different numbers, or are not a multiple of it.
     """
     flat = Transport.among(ranks, device)
-    agreed(flat.gather_numbers(torch.tensor([as_number(ranks_per_host)])).view(-1).tolist())
+    check_alike(flat, ranks_per_host=ranks_per_host)
+    ranks_per_host = check_divides(ranks_per_host, flat.size)
     if ranks_per_host == 1:
         alone = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # has nobody to talk to
         return Fabric(flat=flat, intra=Transport(alone, device), inter=flat)
@@ -62,27 +65,12 @@ def make_fabric(ranks: Sequence[int], *, ranks_per_host: int, device: torch.devi
     )
 
 
-NOT_GIVEN = -1
-"""Stands, among the numbers of ranks per host that ranks tell each other, for none."""
-
-
-def as_number(ranks_per_host: int | None) -> int:
-    """Return the number that tells others what this rank is given; 0 for what cannot be one."""
-    if ranks_per_host is None:
-        return NOT_GIVEN
-    return ranks_per_host if type(ranks_per_host) is int and 0 < ranks_per_host < 1 << 31 else 0
-
-
-def agreed(numbers: Sequence[int]) -> int:
-    """Return the number of ranks per host that all ranks tell, which divides theirs.
+def check_divides(ranks_per_host: int, ranks: int) -> int:
+    """Return how many ranks a host has; 2.0 is 2, as for `check_alike`, so that all ranks return or raise the same.
 
     Raises:
-        CommError: There is none; on all ranks alike.
+        CommError: The number does not divide `ranks`.
     """
-    first = numbers[0]
-    if any(number != first for number in numbers):
-        given = ", ".join("none" if number == NOT_GIVEN else str(number) for number in numbers)
-        raise CommError(f"the ranks are given {given} ranks per host: give all the same divisor of {len(numbers)}")
-    if first < 1 or len(numbers) % first:
-        raise CommError(f"{len(numbers)} ranks are not a multiple of {first} per host; give a divisor")
-    return first
+    if not isinstance(ranks_per_host, Real) or ranks_per_host < 1 or ranks % ranks_per_host:
+        raise CommError(f"{ranks} ranks are not a multiple of {ranks_per_host} per host; give a divisor")
+    return int(ranks_per_host)

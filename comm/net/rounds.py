@@ -26,13 +26,11 @@ class Messages:
         outgoing: Other rank → message.
         sources: Other ranks that send a message here.
         sizes_bytes: Source → size of its message; None, then on all ranks, where sizes have to be announced.
-        by_all: All ranks send to all others.
     """
 
     outgoing: Mapping[int, Tensor]
     sources: Sequence[int]
     sizes_bytes: Mapping[int, int] | None
-    by_all: bool = False
 
 
 Rounds = Generator[Messages, Mapping[int, Tensor], T]
@@ -61,9 +59,7 @@ def all_to_all(
     """Send `messages[r]` to rank r, and return what each sent to `rank`, this one; as `Transport.all_to_all`."""
     others = [other for other in range(len(messages)) if other != rank]
     known = None if sizes_bytes is None else {other: sizes_bytes[other] for other in others}
-    received = yield Messages(
-        outgoing={other: messages[other] for other in others}, sources=others, sizes_bytes=known, by_all=True
-    )
+    received = yield Messages(outgoing={other: messages[other] for other in others}, sources=others, sizes_bytes=known)
     return [messages[rank] if place == rank else received[place] for place in range(len(messages))]
 
 
@@ -90,9 +86,8 @@ def bruck_gather(
         number = min(distance, count - distance)
         to, source = members[(own - distance) % count], members[(own + distance) % count]
         if sizes_bytes is None:
-            sizes = torch.tensor([each.numel() for each in held[:number]], device=message.device)
-            received = yield from swap(to_bytes(sizes, *held[:number]), to=to, source=source)
-            held += _split_by_sizes(received, number)
+            received = yield from swap(_joined(held[:number], with_sizes=True), to=to, source=source)
+            held += _parts(source, received, number)
         else:
             expected = [sizes_bytes[(own + distance + offset) % count] for offset in range(number)]
             outgoing = to_bytes(*held[:number])
@@ -100,17 +95,6 @@ def bruck_gather(
             held += torch.split(received, expected)
         distance *= 2
     return [held[(place - own) % count] for place in range(count)]
-
-
-def _split_by_sizes(received: Tensor, number: int) -> list[Tensor]:
-    header_bytes = number * torch.int64.itemsize
-    sizes = received[:header_bytes].view(torch.int64).tolist() if received.numel() >= header_bytes else [-1]
-    if min(sizes) < 0 or sum(sizes) != received.numel() - header_bytes:
-        raise MessageError(
-            f"{received.numel()} bytes came that are not {number} messages with their sizes; "
-            f"run the same version with the same options on all ranks"
-        )
-    return list(torch.split(received[header_bytes:], sizes))
 
 
 def carry_out(transport: Transport, runs: Sequence[Rounds[T]]) -> list[T]:
@@ -154,48 +138,31 @@ class RoundScheme(Scheme):
 def _exchange(transport: Transport, asked: Sequence[Messages]) -> list[dict[int, Tensor]]:
     """Return for each exchange source → message."""
     if len(asked) <= 1:
-        return [_pass(transport, each) for each in asked]
+        return [transport.exchange(each.outgoing, each.sources, sizes_bytes=each.sizes_bytes) for each in asked]
     outgoing: dict[int, list[Tensor]] = {}
     senders: dict[int, list[int]] = {}
-    for distance in range(1, transport.size):  # ranks are asked in the order in which they send
-        ahead, behind = ((transport.rank + way * distance) % transport.size for way in (1, -1))
-        if parts := [each.outgoing[ahead] for each in asked if ahead in each.outgoing]:
-            outgoing[ahead] = parts
-        if indices := [index for index, each in enumerate(asked) if behind in each.sources]:
-            senders[behind] = indices
+    for index, each in enumerate(asked):
+        for rank, message in each.outgoing.items():
+            outgoing.setdefault(rank, []).append(message)
+        for source in each.sources:
+            senders.setdefault(source, []).append(index)
     known = [each.sizes_bytes for each in asked if each.sizes_bytes is not None]
-    sizes: dict[int, list[int]] = {}
-    if len(known) == len(asked):
-        sizes = {source: [known[index][source] for index in indices] for source, indices in senders.items()}
-    received = _pass(
-        transport,
-        Messages(
-            outgoing=_joined(outgoing, with_sizes=len(known) < len(asked)),
-            sources=list(senders),
-            sizes_bytes={source: sum(map(_room, each)) for source, each in sizes.items()}
-            if len(known) == len(asked)
-            else None,
-            by_all=any(each.by_all for each in asked),
-        ),
+    all_known = len(known) == len(asked)
+    sizes = {source: [known[index][source] for index in indices] for source, indices in senders.items() if all_known}
+    made: dict[tuple[int, ...], Tensor] = {}  # what goes to several ranks is joined once
+    for parts in outgoing.values():
+        if (key := tuple(map(id, parts))) not in made:
+            made[key] = _joined(parts, with_sizes=not all_known)
+    received = transport.exchange(
+        {rank: made[tuple(map(id, parts))] for rank, parts in outgoing.items()},
+        senders,
+        sizes_bytes={source: sum(map(_room, each)) for source, each in sizes.items()} if all_known else None,
     )
     found: list[dict[int, Tensor]] = [{} for _ in asked]
     for source, indices in senders.items():
-        own = sizes.get(source) or _announced_sizes(source, received[source], len(indices))
-        for index, part in zip(indices, _parts(received[source], own), strict=True):
+        for index, part in zip(indices, _parts(source, received[source], len(indices), sizes.get(source)), strict=True):
             found[index][source] = part
     return found
-
-
-def _pass(transport: Transport, asked: Messages) -> dict[int, Tensor]:
-    outgoing, sizes_bytes = asked.outgoing, asked.sizes_bytes
-    if not asked.by_all:
-        return transport.exchange(outgoing, asked.sources, sizes_bytes=sizes_bytes)
-    nothing = torch.empty(0, dtype=torch.uint8, device=transport.device)
-    received = transport.all_to_all(
-        [outgoing.get(rank, nothing) for rank in range(transport.size)],
-        sizes_bytes=None if sizes_bytes is None else [sizes_bytes.get(rank, 0) for rank in range(transport.size)],
-    )
-    return {source: received[source] for source in asked.sources}
 
 
 def _room(size_bytes: int) -> int:
@@ -203,35 +170,28 @@ def _room(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-def _joined(outgoing: Mapping[int, Sequence[Tensor]], *, with_sizes: bool) -> dict[int, Tensor]:
-    """Return for each rank with messages these as one; where sizes are told, they come first."""
-    made: dict[tuple[int, ...], Tensor] = {}  # what goes to several ranks is joined once
-    for parts in outgoing.values():
-        if (key := tuple(map(id, parts))) not in made:
-            padding = parts[0].new_zeros(_ALIGNED_BYTES)
-            filled = [each for part in parts for each in (part, padding[: _room(part.numel()) - part.numel()])]
-            sizes = [torch.tensor([part.numel() for part in parts], device=padding.device)] if with_sizes else []
-            made[key] = to_bytes(*sizes, *filled)
-    return {rank: made[tuple(map(id, parts))] for rank, parts in outgoing.items()}
+def _joined(parts: Sequence[Tensor], *, with_sizes: bool) -> Tensor:
+    """Return messages as one; where sizes are told, they come first."""
+    padding = parts[0].new_zeros(_ALIGNED_BYTES)
+    filled = [each for part in parts for each in (part, padding[: _room(part.numel()) - part.numel()])]
+    sizes = [torch.tensor([part.numel() for part in parts], device=padding.device)] if with_sizes else []
+    return to_bytes(*sizes, *filled)
 
 
-def _parts(joined: Tensor, sizes_bytes: Sequence[int]) -> list[Tensor]:
-    """Return the messages of these sizes, which are at the end of one that `_joined` made."""
-    ends = list(accumulate(map(_room, sizes_bytes), initial=joined.numel() - sum(map(_room, sizes_bytes))))
-    return [joined[begin : begin + size_bytes] for begin, size_bytes in zip(ends, sizes_bytes, strict=False)]
-
-
-def _announced_sizes(source: int, joined: Tensor, count: int) -> list[int]:
-    """Return the sizes of the messages, so many, that a rank has joined.
+def _parts(source: int, joined: Tensor, count: int, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
+    """Return the messages, so many, that a rank has joined, of these sizes, or of those that it tells.
 
     Raises:
         MessageError: It has joined others.
     """
-    header = joined[: torch.int64.itemsize * count]
-    sizes: list[int] = header.view(torch.int64).tolist() if header.numel() == torch.int64.itemsize * count else [-1]
-    if min(sizes) < 0 or joined.numel() != header.numel() + sum(map(_room, sizes)):
-        raise MessageError(
-            f"rank {source} sent {joined.numel()} bytes that are not {count} messages with their sizes; run the same "
-            f"version with the same options on all ranks"
-        )
-    return sizes
+    begin = 0
+    if sizes_bytes is None:
+        begin = torch.int64.itemsize * count
+        sizes_bytes = joined[:begin].view(torch.int64).tolist() if joined.numel() >= begin else [-1]
+        if min(sizes_bytes) < 0 or joined.numel() != begin + sum(map(_room, sizes_bytes)):
+            raise MessageError(
+                f"rank {source} sent {joined.numel()} bytes that are not {count} messages with their sizes; run the "
+                f"same version with the same options on all ranks"
+            )
+    ends = accumulate(map(_room, sizes_bytes), initial=begin)
+    return [joined[begin : begin + size_bytes] for begin, size_bytes in zip(ends, sizes_bytes, strict=False)]

@@ -1,7 +1,7 @@
 """What every way to sum gradients over ranks has in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -96,6 +96,13 @@ class Scheme(ABC):
             raise CommError(
                 f"{self.name} keeps no state, but is to load {sorted(state)}; name the scheme that saved it"
             )
+
+
+def split_as(flat: Tensor, shapes: Iterable[torch.Size]) -> list[Tensor]:
+    """Return the tensors of these shapes that stand one after the other in `flat`, which has one dimension."""
+    shapes = list(shapes)
+    parts = torch.split(flat, [shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def laid_out(total: Tensor, gradient: Tensor) -> Tensor:

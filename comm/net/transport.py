@@ -2,12 +2,12 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Self
+from typing import Self, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup, ReduceScatterOptions, Work
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _world
 
 from ..errors import MessageError
-from ..plan.collective import MOST_AT_ONCE_BYTES, at_once_bytes, turns
-from ..plan.tree import Routine
+from ..plan.collective import MOST_AT_ONCE_BYTES, at_once_bytes
 
+T = TypeVar("T")
 _SIZE_BYTES = 8
 _MOST_BYTES = 1 << 40
 """More than any memory has for one message."""
@@ -61,18 +61,14 @@ class Turn:
     """What a rank does in a round of a collective.
 
     Attributes:
-        to: Who gets a message; None if nobody does.
-        message: Makes it, of what came in the turns before.
-        source: Who sends one; None if nobody does.
-        size_bytes: Its size.
-        take: Takes it.
+        outgoing: Makes the messages for other ranks, of what came in the turns before.
+        sizes_bytes: Other rank that sends a message → its size.
+        take: Takes the messages, by rank.
     """
 
-    to: int | None
-    message: Callable[[], Tensor]
-    source: int | None
-    size_bytes: int
-    take: Callable[[Tensor], object]
+    outgoing: Callable[[], Mapping[int, Tensor]]
+    sizes_bytes: Mapping[int, int]
+    take: Callable[[dict[int, Tensor]], object]
 
 
 class Transport:
@@ -110,7 +106,7 @@ class Transport:
         return made
 
     def learn(self) -> None:
-        """Find out how much may come from all other ranks at once (`overruns`); all ranks call it together."""
+        """Find out how much may come from all other ranks at once; all ranks call it together."""
         if self.device.type != "cpu" or self.size <= 2:
             return
         self.at_once_bytes = MOST_AT_ONCE_BYTES
@@ -158,11 +154,14 @@ class Transport:
     def exchange(
         self,
         outgoing: Mapping[int, Tensor],
-        sources: Iterable[int],
+        sources: Collection[int],
         *,
         sizes_bytes: Mapping[int, int] | None = None,
     ) -> dict[int, Tensor]:
-        """Send all messages at once, each to its rank, and return source → the message that it sent here.
+        """Send all messages, each to its rank, and return source → the message that it sent here.
+
+        They go at once, or, where more would come than the link passes, one after the other: senders would overrun the
+        queue in front of a receiver, and TCP waits and sends again (incast).
 
         Args:
             outgoing: Other rank → message.
@@ -173,15 +172,25 @@ class Transport:
         Raises:
             MessageError: A size that was announced is not possible.
         """
-        senders = list(sources)
+        senders = sorted(sources, key=lambda source: (self.rank - source) % self.size)
         if sizes_bytes is None:
             sizes_bytes = self.announce(outgoing, senders)
-        incoming = {rank: torch.empty(sizes_bytes[rank], dtype=torch.uint8, device=self.device) for rank in senders}
-        self._pass(outgoing, incoming)
-        self.traffic.sent_bytes += sum(message.numel() for message in outgoing.values())
-        self.traffic.received_bytes += sum(message.numel() for message in incoming.values())
-        self.traffic.rounds += 1
-        return incoming
+        found: dict[int, Tensor] = {}
+        sizes = {rank: sizes_bytes[rank] for rank in senders}
+        if self._over_gloo and sum(sizes.values()) > self.at_once_bytes:
+            # One distance after the other: no rank sends to two that it would hold up.
+            pairs = (
+                ((self.rank + ahead) % self.size, (self.rank - ahead) % self.size) for ahead in range(1, self.size)
+            )
+            turns = [
+                Turn(outgoing=partial(_only, outgoing, to), sizes_bytes=_only(sizes, source), take=found.update)
+                for to, source in pairs
+                if to in outgoing or source in sizes
+            ]
+        else:
+            turns = [Turn(outgoing=lambda: outgoing, sizes_bytes=sizes, take=found.update)]
+        self.relay(turns)
+        return found
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Return this rank's n-th of the 1-D `tensor`, whose length is a multiple of the ranks, summed over all.
@@ -204,34 +213,27 @@ class Transport:
 
     def relay(self, turns: Sequence[Turn]) -> None:
         """Send and receive turn by turn; over Gloo, what comes in later turns may arrive before it is their turn."""
+        rooms = [
+            {rank: torch.empty(size, dtype=torch.uint8, device=self.device) for rank, size in turn.sizes_bytes.items()}
+            for turn in turns
+        ]
         # NCCL would wait for all that is asked for before it begins to send.
-        inbox = _Inbox(self, [(turn.source, self._room(turn)) for turn in turns]) if self._over_gloo else None
+        inbox = _Inbox(self, (room for each in rooms for room in each.items())) if self._over_gloo else None
         sends: list[_Sent] = []
-        for turn in turns:
-            outgoing = {} if turn.to is None else {turn.to: turn.message()}
+        for turn, incoming in zip(turns, rooms, strict=True):
+            outgoing = turn.outgoing()
             if inbox is None:
-                room = self._room(turn)
-                self._pass(outgoing, {} if turn.source is None else {turn.source: room})
+                self._coalesce(outgoing, incoming)
             else:
                 sends += self._send(outgoing)
-                room = inbox.take()
-            if turn.source is not None:
-                turn.take(room)
+                for _ in incoming:
+                    inbox.take()
+            turn.take(incoming)
             self.traffic.sent_bytes += sum(message.numel() for message in outgoing.values())
-            self.traffic.received_bytes += room.numel()
+            self.traffic.received_bytes += sum(message.numel() for message in incoming.values())
             self.traffic.rounds += 1
         for work, _ in sends:
             work.wait()
-
-    def _room(self, turn: Turn) -> Tensor:
-        return torch.empty(turn.size_bytes, dtype=torch.uint8, device=self.device)
-
-    def overruns(self, sizes_bytes: Iterable[int]) -> bool:
-        """Tell whether messages for this rank are too long to come at once.
-
-        Many senders overrun the queue in front of a receiver, and TCP waits and sends again (incast).
-        """
-        return self._over_gloo and sum(sizes_bytes) > self.at_once_bytes
 
     @property
     def _over_gloo(self) -> bool:
@@ -260,24 +262,20 @@ class Transport:
             sent += [(self._group.send([part], rank, len(parts)), part) for part in parts]
         return sent
 
-    def announce(self, outgoing: Mapping[int, Tensor], senders: Iterable[int]) -> dict[int, int]:
+    def announce(self, outgoing: Mapping[int, Tensor], senders: Collection[int]) -> dict[int, int]:
         """Announce to other ranks the sizes of the messages for them, and return those that these senders announce.
 
         Raises:
             MessageError: A size is not possible.
         """
-        sources = list(senders)
         # All sizes in one tensor each way: the CPU waits for a GPU whenever it reads one.
-        sizes = torch.tensor(
-            [message.numel() for message in outgoing.values()], dtype=torch.int64, device=self.device
-        ).view(-1, 1)
-        heard = torch.empty(len(sources), 1, dtype=torch.int64, device=self.device)
-        self._pass(
-            dict(zip(outgoing, sizes.view(torch.uint8), strict=True)),
-            dict(zip(sources, heard.view(torch.uint8), strict=True)),
-        )
-        self.traffic.header_bytes += _SIZE_BYTES * len(sizes)
-        announced = dict(zip(sources, heard.view(-1).tolist(), strict=True))
+        sizes = torch.tensor([message.numel() for message in outgoing.values()], dtype=torch.int64, device=self.device)
+        messages = dict(zip(outgoing, sizes.view(-1, 1).view(torch.uint8), strict=True))
+        with self.uncounted():
+            heard = self.exchange(messages, senders, sizes_bytes=dict.fromkeys(senders, _SIZE_BYTES))
+        self.traffic.header_bytes += _SIZE_BYTES * len(messages)
+        numbers: list[int] = torch.cat([sizes[:0].view(torch.uint8), *heard.values()]).view(torch.int64).tolist()
+        announced = dict(zip(heard, numbers, strict=True))
         for rank, size_bytes in announced.items():
             if not 0 <= size_bytes <= _MOST_BYTES:
                 raise MessageError(
@@ -287,28 +285,11 @@ class Transport:
 
     def all_to_all(self, messages: Sequence[Tensor], *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
         """Send `messages[r]` to rank r and return what each rank sent here, in the order of ranks; own by reference."""
-        own = turns(Routine.ALL_TO_ALL, self.size, self.rank)
-        outgoing = {sent.receiver: messages[sent.receiver] for sent, _ in own if sent is not None}
-        sources = [received.sender for _, received in own if received is not None]
-        known = self.announce(outgoing, sources) if sizes_bytes is None else dict(enumerate(sizes_bytes))
-        if not self.overruns(known[source] for source in sources):
-            received = self.exchange(outgoing, sources, sizes_bytes=known)
-        else:
-            received = {}
-            self.relay(
-                [
-                    Turn(
-                        to=to,
-                        message=partial(outgoing.__getitem__, to),
-                        source=source,
-                        size_bytes=known[source],
-                        take=partial(received.__setitem__, source),
-                    )
-                    for to, source in zip(outgoing, sources, strict=True)
-                ]
-            )
-        received[self.rank] = messages[self.rank]
-        return [received[rank] for rank in range(self.size)]
+        found = {self.rank: messages[self.rank]}
+        outgoing = {rank: message for rank, message in enumerate(messages) if rank != self.rank}
+        known = None if sizes_bytes is None else dict(enumerate(sizes_bytes))
+        found |= self.exchange(outgoing, outgoing, sizes_bytes=known)
+        return [found[rank] for rank in range(self.size)]
 
     def send_to_all(self, message: Tensor, *, sizes_bytes: Sequence[int] | None = None) -> list[Tensor]:
         """Send `message` to all and return what each rank sent, in the order of ranks; own by reference."""
@@ -360,16 +341,8 @@ class Transport:
         self.traffic.received_bytes += round(moved_bytes)
         self.traffic.rounds += 1
 
-    def _pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-        """Post all sends and receives, empty ones left out on both sides, and wait for them."""
-        if self._over_gloo:
-            inbox = _Inbox(self, incoming.items())
-            sends = self._send(outgoing)
-            for _ in incoming:
-                inbox.take()
-            for work, _ in sends:
-                work.wait()
-            return
+    def _coalesce(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        """Post all sends and receives over NCCL, empty ones left out on both sides, and wait for them."""
         receives = [(rank, message) for rank, message in incoming.items() if message.numel()]
         sent = [(rank, message.contiguous()) for rank, message in outgoing.items() if message.numel()]
         if not receives and not sent:
@@ -384,6 +357,10 @@ class Transport:
         self._group._end_coalescing(self.device).wait()
 
 
+def _only(by_rank: Mapping[int, T], rank: int) -> dict[int, T]:
+    return {rank: by_rank[rank]} if rank in by_rank else {}
+
+
 class _Inbox:
     """Messages of other ranks over Gloo, in the order in which they are taken.
 
@@ -393,30 +370,28 @@ class _Inbox:
 
     Args:
         transport: The ranks.
-        rooms: The rank that sends a message, None if nobody does, and where it goes.
+        rooms: The rank that sends a message, and where it goes.
     """
 
-    def __init__(self, transport: Transport, rooms: Iterable[tuple[int | None, Tensor]]) -> None:
+    def __init__(self, transport: Transport, rooms: Iterable[tuple[int, Tensor]]) -> None:
         self._transport = transport
-        self._rooms: deque[tuple[int, Tensor]] = deque()
+        self._counts: deque[int] = deque()
         self._due: deque[tuple[int, Tensor, int]] = deque()
         for source, room in rooms:
-            parts = [] if source is None else transport.parts(room)
-            self._rooms.append((len(parts), room))
-            self._due.extend((source, part, len(parts)) for part in parts if source is not None)
+            parts = transport.parts(room)
+            self._counts.append(len(parts))
+            self._due.extend((source, part, len(parts)) for part in parts)
         self._asked: deque[tuple[int, int, Work]] = deque()
         self._asked_bytes = 0
         self._ask()
 
-    def take(self) -> Tensor:
-        """Return the next message, once it is there."""
-        parts, room = self._rooms.popleft()
-        for _ in range(parts):
+    def take(self) -> None:
+        """Wait until the next message is there."""
+        for _ in range(self._counts.popleft()):
             _, size_bytes, work = self._asked.popleft()
             work.wait()
             self._asked_bytes -= size_bytes
             self._ask()
-        return room
 
     def _ask(self) -> None:
         while self._due and self._may_come():

@@ -19,38 +19,40 @@ def bitmap_bytes(numel: int) -> int:
     return -(-numel // 8)
 
 
-def _indices_reference(bitmap: Tensor, numel: int, count: int | None = None) -> Tensor:
+def unpacked(bitmap: Tensor) -> Tensor:
+    """Return each bit as a uint8, those behind the last element too."""
+    return ((bitmap.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=bitmap.device)) & 1).view(-1)
+
+
+def packed(present: Tensor) -> Tensor:
+    """Return the bitmap of elements that are 0 or 1."""
+    filled = torch.nn.functional.pad(present, (0, -present.numel() % 8)).view(-1, 8)
+    return (filled * (1 << torch.arange(8, device=present.device))).sum(1).to(torch.uint8)
+
+
+def check_bitmap(bitmap: Tensor, numel: int) -> tuple[Tensor]:
     """Return the int32 indices of the bits that are set, ascending.
 
     Args:
         bitmap: Of a tensor.
         numel: Its elements.
-        count: How many bits that should be, where it is known.
 
     Raises:
-        OpError: The bitmap is not that of `numel` elements, or has not `count` bits set.
+        OpError: The bitmap is not that of `numel` elements.
     """
-    _check_bitmap(bitmap, numel)
-    present = (bitmap.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=bitmap.device)) & 1
-    indices = present.view(-1).nonzero().view(-1).int()
-    check_range("bitmap", indices, numel)
-    if count is not None:
-        _check_count(count, indices.numel())
-    return indices
-
-
-def _check_count(expected: int, found: int) -> None:
-    if found != expected:
-        raise OpError(f"bitmap: {found} bits are set, of {expected}; pass the count it was made with")
-
-
-def _check_bitmap(bitmap: Tensor, numel: int) -> None:
     check_numel("bitmap", numel)
     if bitmap.dtype != torch.uint8 or bitmap.shape != (bitmap_bytes(numel),):
         raise OpError(
             f"a bitmap of {numel} elements is 1-D uint8 of {bitmap_bytes(numel)} bytes, not {bitmap.dtype} of shape "
             f"{tuple(bitmap.shape)}; pass the numel it was made with"
         )
+    if numel % 8 and int(bitmap[-1]) >> numel % 8:
+        raise OpError(f"a bitmap of {numel} elements has bits set behind the last one; pass the numel it was made with")
+    return (bitmap.contiguous(),)
+
+
+def _indices_reference(bitmap: Tensor) -> Tensor:
+    return unpacked(bitmap).nonzero().view(-1).int()
 
 
 @cpu_kernel
@@ -73,29 +75,14 @@ def _list(bitmap: NDArray[np.uint8], indices: NDArray[np.int32]) -> None:
                 place += (word >> i) & 1
 
 
-def _indices_cpu(bitmap: Tensor, numel: int, count: int | None = None) -> Tensor:
-    _check_bitmap(bitmap, numel)
-    array = host(bitmap)
-    found = _count(array)
-    if count is not None:
-        _check_count(count, found)
+def _indices_cpu(bitmap: Tensor) -> Tensor:
+    found = _count(host(bitmap))
     indices = torch.empty(found + 1, dtype=torch.int32)
-    _list(array, host(indices))
-    indices = indices[:found]
-    check_range("bitmap", indices, numel)
-    return indices
+    _list(host(bitmap), host(indices))
+    return indices[:found]
 
 
-def _indices_cuda(bitmap: Tensor, numel: int, count: int | None = None) -> Tensor:
-    _check_bitmap(bitmap, numel)
-    indices = marked(bitmap.contiguous())
-    if count is not None:
-        _check_count(count, indices.numel())
-    check_range("bitmap", indices, numel)
-    return indices
-
-
-def _encode_reference(indices: Tensor, numel: int) -> Tensor:
+def _check_encode(indices: Tensor, numel: int) -> tuple[Tensor, int]:
     """Return the bitmap of `numel` elements in which the bits of `indices`, int32 in any order, are set.
 
     Of positions in a server's share (`Spread`) it is the hash bitmap of Zen (Algorithm 3.3): the index set of the paper
@@ -104,16 +91,18 @@ def _encode_reference(indices: Tensor, numel: int) -> Tensor:
     Raises:
         OpError: An index does not fit.
     """
-    present = _present(indices, numel, bitmap_bytes(numel) * 8)
-    weights = 1 << torch.arange(8, device=indices.device)
-    return (present.view(-1, 8) * weights).sum(1).to(torch.uint8)
-
-
-def _present(indices: Tensor, numel: int, size: int) -> Tensor:
     check_numel("bitmap", numel)
     check_list("bitmap", indices)
     check_range("bitmap", indices, numel)
-    return torch.zeros(size, dtype=torch.int8, device=indices.device).index_fill_(0, indices.long(), 1)
+    return indices, numel
+
+
+def _encode_reference(indices: Tensor, numel: int) -> Tensor:
+    return packed(_present(indices, numel))
+
+
+def _present(indices: Tensor, numel: int) -> Tensor:
+    return torch.zeros(numel, dtype=torch.int8, device=indices.device).index_fill_(0, indices.long(), 1)
 
 
 @cpu_kernel
@@ -123,9 +112,6 @@ def _set(indices: NDArray[np.int32], bitmap: NDArray[np.uint8]) -> None:
 
 
 def _encode_cpu(indices: Tensor, numel: int) -> Tensor:
-    check_numel("bitmap", numel)
-    check_list("bitmap", indices)
-    check_range("bitmap", indices, numel)
     bitmap = torch.zeros(bitmap_bytes(numel), dtype=torch.uint8)
     _set(host(indices), host(bitmap))
     return bitmap
@@ -133,8 +119,12 @@ def _encode_cpu(indices: Tensor, numel: int) -> Tensor:
 
 def _encode_cuda(indices: Tensor, numel: int) -> Tensor:
     # Bits of one byte would have to be set one after the other; bytes of their own need no order.
-    return mark(_present(indices, numel, numel))
+    return mark(_present(indices, numel))
 
 
-bitmap_indices = Op(name="bitmap_indices", reference=_indices_reference, cpu=_indices_cpu, cuda=_indices_cuda)
-bitmap_encode = Op(name="bitmap_encode", reference=_encode_reference, cpu=_encode_cpu, cuda=_encode_cuda)
+bitmap_indices = Op(
+    name="bitmap_indices", check=check_bitmap, reference=_indices_reference, cpu=_indices_cpu, cuda=marked
+)
+bitmap_encode = Op(
+    name="bitmap_encode", check=_check_encode, reference=_encode_reference, cpu=_encode_cpu, cuda=_encode_cuda
+)

@@ -40,14 +40,17 @@ class Blocks(NamedTuple):
     data: Tensor
 
 
-def _encode_reference(dense: Tensor, block: int = BLOCK) -> Blocks:
+def _check_encode(dense: Tensor, block: int = BLOCK) -> tuple[Tensor, int]:
     """Return the blocks of `dense`, which has any shape, that have a non-zero; zero is decided as in `coo_encode`.
 
     Raises:
         OpError: `dense` is not floating point, or has more than 2^31-1 elements, or `block` is below 1.
     """
-    elements = flat("block_encode", dense)
     _check_block("block_encode", block)
+    return flat("block_encode", dense), block
+
+
+def _encode_reference(elements: Tensor, block: int) -> Blocks:
     blocks = -(-elements.numel() // block)
     padded = torch.nn.functional.pad(elements, (0, blocks * block - elements.numel())).view(blocks, block)
     ids = (padded != 0).any(1).nonzero().view(-1)
@@ -112,9 +115,7 @@ def _copy_out(bits: NDArray[Any], ids: NDArray[np.int32], data: NDArray[Any]) ->
         target[source.size :] = 0
 
 
-def _encode_cpu(dense: Tensor, block: int = BLOCK) -> Blocks:
-    elements = flat("block_encode", dense)
-    _check_block("block_encode", block)
+def _encode_cpu(elements: Tensor, block: int) -> Blocks:
     array = host_bits(elements)
     ids = torch.empty(-(-elements.numel() // block), dtype=torch.int32)
     ids = ids[: _find(array, block, host(ids))]
@@ -138,9 +139,7 @@ def _copy_out_kernel(bits: Any, ids: Any, block: int, data: Any) -> None:
         data[i] = bits[source] if source < bits.size else 0
 
 
-def _encode_cuda(dense: Tensor, block: int = BLOCK) -> Blocks:
-    elements = flat("block_encode", dense)
-    _check_block("block_encode", block)
+def _encode_cuda(elements: Tensor, block: int) -> Blocks:
     present = torch.zeros(-(-elements.numel() // block), dtype=torch.int8, device=elements.device)
     _find_kernel.launch(elements.numel(), bits(elements), magnitude_mask(elements), block, present)
     ids = marked(mark(present))
@@ -149,4 +148,6 @@ def _encode_cuda(dense: Tensor, block: int = BLOCK) -> Blocks:
     return Blocks(ids, data)
 
 
-block_encode = Op(name="block_encode", reference=_encode_reference, cpu=_encode_cpu, cuda=_encode_cuda)
+block_encode = Op(
+    name="block_encode", check=_check_encode, reference=_encode_reference, cpu=_encode_cpu, cuda=_encode_cuda
+)

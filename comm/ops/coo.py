@@ -22,7 +22,7 @@ class Coo(NamedTuple):
     values: Tensor
 
 
-def _encode_reference(dense: Tensor) -> Coo:
+def _check_encode(dense: Tensor) -> tuple[Tensor]:
     """Return the non-zeros of `dense`, which has any shape, in ascending order.
 
     Zero of either sign is no entry; inf and nan are entries. Values keep their bits.
@@ -30,25 +30,26 @@ def _encode_reference(dense: Tensor) -> Coo:
     Raises:
         OpError: `dense` is not floating point, or has more than 2^31-1 elements.
     """
-    elements = flat("coo_encode", dense)
+    return (flat("coo_encode", dense),)
+
+
+def _encode_reference(elements: Tensor) -> Coo:
     found = elements.nonzero().view(-1)
     return Coo(found.int(), elements[found])
 
 
-def _encode_cpu(dense: Tensor) -> Coo:
-    elements = flat("coo_encode", dense)
+def _encode_cpu(elements: Tensor) -> Coo:
     found = reaching(elements, 1, count_reaching(elements, 1))
     assert found is not None
     return Coo(*found)
 
 
-def _encode_cuda(dense: Tensor) -> Coo:
-    elements = flat("coo_encode", dense)
+def _encode_cuda(elements: Tensor) -> Coo:
     indices = marked(mark(elements))
     return Coo(indices, elements.index_select(0, indices))
 
 
-coo_encode = Op(name="coo_encode", reference=_encode_reference, cpu=_encode_cpu, cuda=_encode_cuda)
+coo_encode = Op(name="coo_encode", check=_check_encode, reference=_encode_reference, cpu=_encode_cpu, cuda=_encode_cuda)
 
 
 def coo_decode(indices: Tensor, values: Tensor, numel: int) -> Tensor:

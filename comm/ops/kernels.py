@@ -32,17 +32,6 @@ def flat(name: str, dense: Tensor) -> Tensor:
     return dense.detach().reshape(-1).contiguous()
 
 
-def flat_in_place(name: str, dense: Tensor) -> Tensor:
-    """Return `flat` of a tensor that is to be written.
-
-    Raises:
-        OpError: As `flat`, or it is not contiguous.
-    """
-    if not dense.is_contiguous():
-        raise OpError(f"{name}: cannot write to a tensor with strides {tuple(dense.stride())}; make it contiguous")
-    return flat(name, dense)
-
-
 def check_numel(name: str, numel: int) -> None:
     """Raise OpError when the elements of a tensor cannot be numbered with int32."""
     if not 0 <= numel <= MAX_NUMEL:

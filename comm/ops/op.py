@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -22,10 +22,11 @@ _log = logging.getLogger(__name__)
 class Op(Generic[_P, _R]):
     """An operation on tensors that runs where its first argument lives.
 
-    All implementations have the same signature and, unless the operation says otherwise, the same result bit for bit.
+    All implementations take the same and have, unless the operation says otherwise, the same result bit for bit.
 
     Attributes:
         name: What errors and benchmarks call it.
+        check: Has the signature and the contract; checks the arguments, and returns those of the implementations.
         reference: Plain torch, on any device: the specification.
         cpu: Numba on the memory of CPU tensors; None where torch is as fast.
         cuda: Numba kernels on CUDA tensors, on torch's current stream; in numba's CUDA simulator on CPU tensors. None
@@ -33,9 +34,10 @@ class Op(Generic[_P, _R]):
     """
 
     name: str
-    reference: Callable[_P, _R]
-    cpu: Callable[_P, _R] | None = None
-    cuda: Callable[_P, _R] | None = None
+    check: Callable[_P, tuple[Any, ...]]
+    reference: Callable[..., _R]
+    cpu: Callable[..., _R] | None = None
+    cuda: Callable[..., _R] | None = None
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Run on the device of the first argument; where there are no kernels of ours, that is the reference."""
@@ -46,8 +48,13 @@ class Op(Generic[_P, _R]):
 
     def on(self, backend: Backend) -> Callable[_P, _R]:
         """Return the implementation of `backend`; the reference where it has none of its own."""
-        own: Callable[_P, _R] | None = getattr(self, backend)
-        return own or self.reference
+        run = getattr(self, backend) or self.reference
+
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            result: _R = run(*self.check(*args, **kwargs))
+            return result
+
+        return checked
 
 
 def backend_of(device: torch.device) -> Backend:

@@ -56,7 +56,9 @@ def scale_count(numel: int, block: int) -> int:
     return -(-numel // block)
 
 
-def _quantize_reference(dense: Tensor, kind: Format, *, block: int = BLOCK, seed: int | None = None) -> Quantized:
+def _check_quantize(
+    dense: Tensor, kind: Format, *, block: int = BLOCK, seed: int | None = None
+) -> tuple[Tensor, Format, int, int | None]:
     """Return `dense`, of any shape, as numbers of 8 bits, so scaled that the greatest of a block just fits.
 
     Args:
@@ -69,7 +71,15 @@ def _quantize_reference(dense: Tensor, kind: Format, *, block: int = BLOCK, seed
     Raises:
         OpError: An argument is out of its range, or `dense` has more than 2^31-1 elements.
     """
-    elements = _elements(dense, kind, block, seed)
+    if kind not in DTYPES or block < 1 or (seed is not None and not 0 <= seed < 2**32):
+        raise OpError(
+            f"quantize: kind {kind!r}, block {block}, seed {seed}: give {' or '.join(DTYPES)}, at least one element, "
+            f"and 32 bits of seed or None"
+        )
+    return flat("quantize", dense).float(), kind, block, seed
+
+
+def _quantize_reference(elements: Tensor, kind: Format, block: int, seed: int | None) -> Quantized:
     scales = _scales(elements, kind, block)
     each = scales.repeat_interleave(block)[: elements.numel()]
     finite = each.isfinite()
@@ -81,7 +91,7 @@ def _quantize_reference(dense: Tensor, kind: Format, *, block: int = BLOCK, seed
     if seed is None:
         counts = steps.round().int()
     else:
-        hashed = murmur(torch.arange(elements.numel(), device=dense.device), seed)
+        hashed = murmur(torch.arange(elements.numel(), device=elements.device), seed)
         counts = (steps + (hashed >> 8).float() * 2.0**-24).floor().int()
     if kind == "int8":
         return Quantized((counts.clamp(max=127) * elements.sign().where(finite, 0)).to(torch.int8), scales)
@@ -90,7 +100,9 @@ def _quantize_reference(dense: Tensor, kind: Format, *, block: int = BLOCK, seed
     return Quantized(codes.to(torch.uint8).view(DTYPES[kind]), scales)
 
 
-def _dequantize_reference(codes: Tensor, scales: Tensor, numel: int, *, block: int = BLOCK) -> Tensor:
+def _check_dequantize(
+    codes: Tensor, scales: Tensor, numel: int, *, block: int = BLOCK
+) -> tuple[Tensor, Tensor, int, int]:
     """Return the float32 tensor of `numel` elements that codes and scales stand for.
 
     Args:
@@ -102,30 +114,6 @@ def _dequantize_reference(codes: Tensor, scales: Tensor, numel: int, *, block: i
     Raises:
         OpError: They do not belong together.
     """
-    _check(codes, scales, numel, block)
-    dense: Tensor = codes.float() * scales.repeat_interleave(block)[:numel]
-    return dense
-
-
-def _elements(dense: Tensor, kind: str, block: int, seed: int | None) -> Tensor:
-    if kind not in DTYPES or block < 1 or (seed is not None and not 0 <= seed < 2**32):
-        raise OpError(
-            f"quantize: kind {kind!r}, block {block}, seed {seed}: give {' or '.join(DTYPES)}, at least one element, "
-            f"and 32 bits of seed or None"
-        )
-    return flat("quantize", dense).float()
-
-
-def _scales(elements: Tensor, kind: Format, block: int) -> Tensor:
-    missing = -elements.numel() % block
-    padded = torch.nn.functional.pad(elements, (0, missing)) if missing else elements
-    greatest = torch.linalg.vector_norm(padded.view(-1, block), ord=math.inf, dim=1)
-    # A tensor: on a GPU torch does not divide by a number but multiplies by its reciprocal, which is rounded, too.
-    scales: Tensor = (greatest / greatest.new_full((), _GREATEST[kind])).clamp(_LEAST_SCALE, _GREATEST_SCALE[kind])
-    return scales.where(greatest.isfinite(), math.nan)
-
-
-def _check(codes: Tensor, scales: Tensor, numel: int, block: int) -> None:
     check_numel("dequantize", numel)
     if block < 1 or codes.dtype not in DTYPES.values() or codes.shape != (numel,):
         raise OpError(
@@ -137,6 +125,21 @@ def _check(codes: Tensor, scales: Tensor, numel: int, block: int) -> None:
             f"dequantize: {numel} elements in blocks of {block} have {scale_count(numel, block)} float32 scales, not "
             f"{scales.dtype} of shape {tuple(scales.shape)}; pass the block they were made with"
         )
+    return codes, scales, numel, block
+
+
+def _dequantize_reference(codes: Tensor, scales: Tensor, numel: int, block: int) -> Tensor:
+    dense: Tensor = codes.float() * scales.repeat_interleave(block)[:numel]
+    return dense
+
+
+def _scales(elements: Tensor, kind: Format, block: int) -> Tensor:
+    missing = -elements.numel() % block
+    padded = torch.nn.functional.pad(elements, (0, missing)) if missing else elements
+    greatest = torch.linalg.vector_norm(padded.view(-1, block), ord=math.inf, dim=1)
+    # A tensor: on a GPU torch does not divide by a number but multiplies by its reciprocal, which is rounded, too.
+    scales: Tensor = (greatest / greatest.new_full((), _GREATEST[kind])).clamp(_LEAST_SCALE, _GREATEST_SCALE[kind])
+    return scales.where(greatest.isfinite(), math.nan)
 
 
 @cpu_kernel
@@ -201,8 +204,7 @@ def _quantize_blocks(
                 codes[start + i] = -code if bits[start + i] < 0 else code
 
 
-def _quantize_cpu(dense: Tensor, kind: Format, *, block: int = BLOCK, seed: int | None = None) -> Quantized:
-    elements = _elements(dense, kind, block, seed)
+def _quantize_cpu(elements: Tensor, kind: Format, block: int, seed: int | None) -> Quantized:
     uniform = torch.empty(0 if seed is None else elements.numel())
     if seed is not None:
         _uniform(host(uniform), seed)
@@ -222,8 +224,7 @@ def _dequantize_blocks(
             dense[i] = table[codes[i]] * scales[b]
 
 
-def _dequantize_cpu(codes: Tensor, scales: Tensor, numel: int, *, block: int = BLOCK) -> Tensor:
-    _check(codes, scales, numel, block)
+def _dequantize_cpu(codes: Tensor, scales: Tensor, numel: int, block: int) -> Tensor:
     dense = torch.empty(numel)
     table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()  # what each byte is worth
     _dequantize_blocks(host(codes.view(torch.uint8)), host(table), host(scales), block, host(dense))
@@ -253,15 +254,16 @@ def _quantize_kernel(elements, scales, is_fp8, block, stochastic, seed, codes): 
         codes[i] = code
 
 
-def _quantize_cuda(dense: Tensor, kind: Format, *, block: int = BLOCK, seed: int | None = None) -> Quantized:
-    elements = _elements(dense, kind, block, seed)
+def _quantize_cuda(elements: Tensor, kind: Format, block: int, seed: int | None) -> Quantized:
     scales = _scales(elements, kind, block)
-    codes = torch.empty(elements.numel(), dtype=torch.int8, device=dense.device)
+    codes = torch.empty(elements.numel(), dtype=torch.int8, device=elements.device)
     _quantize_kernel.launch(
         elements.numel(), elements, scales, kind == "fp8", block, seed is not None, seed or 0, codes
     )
     return Quantized(codes.view(DTYPES[kind]), scales)
 
 
-quantize = Op(name="quantize", reference=_quantize_reference, cpu=_quantize_cpu, cuda=_quantize_cuda)
-dequantize = Op(name="dequantize", reference=_dequantize_reference, cpu=_dequantize_cpu)
+quantize = Op(
+    name="quantize", check=_check_quantize, reference=_quantize_reference, cpu=_quantize_cpu, cuda=_quantize_cuda
+)
+dequantize = Op(name="dequantize", check=_check_dequantize, reference=_dequantize_reference, cpu=_dequantize_cpu)

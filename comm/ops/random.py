@@ -18,7 +18,7 @@ from .op import Op
 from .spread import murmur, murmur_cpu, murmur_cuda
 
 
-def _indices_reference(like: Tensor, numel: int, k: int, *, seed: int) -> Tensor:
+def _check(like: Tensor, numel: int, k: int, *, seed: int) -> tuple[torch.device, int, int, int]:
     """Return the int32 indices that `seed` draws of `numel` elements, ascending.
 
     Args:
@@ -30,16 +30,16 @@ def _indices_reference(like: Tensor, numel: int, k: int, *, seed: int) -> Tensor
     Raises:
         OpError: An argument is out of its range.
     """
-    _check(numel, k, seed)
-    strides = torch.arange(k, device=like.device)
-    starts, ends = strides * numel // max(k, 1), (strides + 1) * numel // max(k, 1)
-    return (starts + (murmur(strides, seed) * (ends - starts) >> 32)).int()
-
-
-def _check(numel: int, k: int, seed: int) -> None:
     check_numel("random_k", numel)
     if not (0 <= k <= numel and 0 <= seed < 2**32):
         raise OpError(f"random_k: k {k} of {numel} elements, seed {seed}; give a k in [0, {numel}] and 32 bits of seed")
+    return like.device, numel, k, seed
+
+
+def _indices_reference(device: torch.device, numel: int, k: int, seed: int) -> Tensor:
+    strides = torch.arange(k, device=device)
+    starts, ends = strides * numel // max(k, 1), (strides + 1) * numel // max(k, 1)
+    return (starts + (murmur(strides, seed) * (ends - starts) >> 32)).int()
 
 
 @cpu_kernel
@@ -51,8 +51,7 @@ def _draw(numel: int, seed: int, indices: NDArray[np.int32]) -> None:
         start = end
 
 
-def _indices_cpu(like: Tensor, numel: int, k: int, *, seed: int) -> Tensor:
-    _check(numel, k, seed)
+def _indices_cpu(device: torch.device, numel: int, k: int, seed: int) -> Tensor:
     indices = torch.empty(k, dtype=torch.int32)
     _draw(numel, seed, host(indices))
     return indices
@@ -66,14 +65,15 @@ def _draw_kernel(numel: int, seed: int, indices: Any) -> None:
         indices[i] = start + ((murmur_cuda(i, seed) * (end - start)) >> 32)
 
 
-def _indices_cuda(like: Tensor, numel: int, k: int, *, seed: int) -> Tensor:
-    _check(numel, k, seed)
-    indices = torch.empty(k, dtype=torch.int32, device=like.device)
+def _indices_cuda(device: torch.device, numel: int, k: int, seed: int) -> Tensor:
+    indices = torch.empty(k, dtype=torch.int32, device=device)
     _draw_kernel.launch(k, numel, seed, indices)
     return indices
 
 
-random_indices = Op(name="random_indices", reference=_indices_reference, cpu=_indices_cpu, cuda=_indices_cuda)
+random_indices = Op(
+    name="random_indices", check=_check, reference=_indices_reference, cpu=_indices_cpu, cuda=_indices_cuda
+)
 
 
 def random_select(dense: Tensor, k: int, *, seed: int) -> Tensor:

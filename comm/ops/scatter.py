@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import OpError
 from .coo import Coo
-from .kernels import CudaKernel, check_list, check_range, cpu_kernel, cuda_function, flat_in_place, host
+from .kernels import CudaKernel, check_list, check_range, cpu_kernel, cuda_function, flat, host
 from .op import Op
 
 _NATIVE = (torch.float32, torch.float64)
@@ -31,7 +31,9 @@ def scatter_add(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     Raises:
         OpError: The tensors do not belong together, or an index does not fit; `dense` is as it was.
     """
-    elements = flat_in_place("scatter_add", dense)
+    if not dense.is_contiguous():
+        raise OpError(f"scatter_add: cannot write to a tensor with strides {tuple(dense.stride())}; make it contiguous")
+    elements = flat("scatter_add", dense)
     check_list("scatter_add", indices, values)
     if values.dtype != dense.dtype:
         raise OpError(f"scatter_add: values of {values.dtype} cannot be added to {dense.dtype}; convert them")
@@ -40,7 +42,9 @@ def scatter_add(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     return dense
 
 
-def _coo_add_reference(indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor) -> Coo:
+def _check_add(
+    indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sum of two sparse tensors as one list, ascending.
 
     Each list is ascending and without duplicates. An index of both is one entry, also where the sum is zero. The result
@@ -49,23 +53,23 @@ def _coo_add_reference(indices: Tensor, values: Tensor, other_indices: Tensor, o
     Raises:
         OpError: The lists do not belong together. That they ascend is not checked.
     """
-    _check_lists(indices, values, other_indices, other_values)
-    both, inverse = torch.unique(torch.cat([indices, other_indices]), return_inverse=True)
-    sums = torch.zeros(both.numel(), dtype=values.dtype, device=values.device)
-    # Not added to zero: that would lose the sign of -0.0.
-    sums[inverse[: indices.numel()]] = values.detach()
-    theirs = inverse[indices.numel() :]
-    ours = torch.zeros(both.numel(), dtype=torch.bool, device=values.device)
-    ours[inverse[: indices.numel()]] = True
-    sums[theirs] = torch.where(ours[theirs], sums[theirs] + other_values.detach(), other_values.detach())
-    return Coo(both, sums)
-
-
-def _check_lists(indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor) -> None:
     check_list("coo_add", indices, values)
     check_list("coo_add", other_indices, other_values)
     if values.dtype != other_values.dtype:
         raise OpError(f"coo_add: lists of {values.dtype} and {other_values.dtype} have no common sum; convert one")
+    return indices, values.detach(), other_indices, other_values.detach()
+
+
+def _add_reference(indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor) -> Coo:
+    both, inverse = torch.unique(torch.cat([indices, other_indices]), return_inverse=True)
+    sums = torch.zeros(both.numel(), dtype=values.dtype, device=values.device)
+    # Not added to zero: that would lose the sign of -0.0.
+    sums[inverse[: indices.numel()]] = values
+    theirs = inverse[indices.numel() :]
+    ours = torch.zeros(both.numel(), dtype=torch.bool, device=values.device)
+    ours[inverse[: indices.numel()]] = True
+    sums[theirs] = torch.where(ours[theirs], sums[theirs] + other_values, other_values)
+    return Coo(both, sums)
 
 
 @cpu_kernel
@@ -99,8 +103,7 @@ def _merge(
     return place
 
 
-def _coo_add_cpu(indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor) -> Coo:
-    _check_lists(indices, values, other_indices, other_values)
+def _add_cpu(indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor) -> Coo:
     # Half precision is widened: each sum has one addition, so rounding once at the end is what torch does as well.
     wide = values.dtype if values.dtype in _NATIVE else torch.float32
     both = torch.empty(indices.numel() + other_indices.numel(), dtype=torch.int32)
@@ -158,8 +161,7 @@ def _merge_kernel(
             sums[i + j - before] = other_values[j]
 
 
-def _coo_add_cuda(indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor) -> Coo:
-    _check_lists(indices, values, other_indices, other_values)
+def _add_cuda(indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor) -> Coo:
     wide = values.dtype if values.dtype in _NATIVE else torch.float32
     indices, other_indices = indices.contiguous(), other_indices.contiguous()
     matches = torch.empty_like(indices)
@@ -168,10 +170,10 @@ def _coo_add_cuda(indices: Tensor, values: Tensor, other_indices: Tensor, other_
     count = indices.numel() + other_indices.numel() - (int(matched[-1]) if indices.numel() else 0)
     both = torch.empty(count, dtype=torch.int32, device=indices.device)
     sums = torch.empty(count, dtype=wide, device=indices.device)
-    first, second = values.detach().to(wide).contiguous(), other_values.detach().to(wide).contiguous()
+    first, second = values.to(wide).contiguous(), other_values.to(wide).contiguous()
     threads = indices.numel() + other_indices.numel()
     _merge_kernel.launch(threads, indices, first, other_indices, second, matched, both, sums)
     return Coo(both, sums.to(values.dtype))
 
 
-coo_add = Op(name="coo_add", reference=_coo_add_reference, cpu=_coo_add_cpu, cuda=_coo_add_cuda)
+coo_add = Op(name="coo_add", check=_check_add, reference=_add_reference, cpu=_add_cpu, cuda=_add_cuda)

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import OpError
-from .bitmap import bitmap_bytes
-from .kernels import check_numel, cpu_kernel, flat, host
+from .bitmap import bitmap_bytes, check_bitmap, packed, unpacked
+from .kernels import cpu_kernel, flat, host
 from .op import Op
 
 _LANES = 32
@@ -28,18 +28,17 @@ class Signs(NamedTuple):
     means: Tensor
 
 
-def _encode_reference(dense: Tensor) -> Signs:
+def _check_encode(dense: Tensor) -> tuple[Tensor]:
     """Return the signs and means of `dense`. Means are of sums in float64, whose order the backends choose.
 
     Raises:
         OpError: `dense` is not floating point, or has more than 2^31-1 elements.
     """
-    elements = flat("signs_encode", dense)
-    below = elements < 0
-    padded = torch.zeros(bitmap_bytes(elements.numel()) * 8, dtype=torch.bool, device=dense.device)
-    padded[: elements.numel()] = below
-    weights = 1 << torch.arange(8, device=dense.device)
-    return Signs((padded.view(-1, 8) * weights).sum(1).to(torch.uint8), _means(elements))
+    return (flat("signs_encode", dense),)
+
+
+def _encode_reference(elements: Tensor) -> Signs:
+    return Signs(packed((elements < 0).to(torch.uint8)), _means(elements))
 
 
 def _means(elements: Tensor) -> Tensor:
@@ -50,7 +49,7 @@ def _means(elements: Tensor) -> Tensor:
     return (torch.stack([above, below, above - below]) / counts.clamp(min=1)).float()
 
 
-def _decode_reference(bitmap: Tensor, levels: Tensor, numel: int) -> Tensor:
+def _check_decode(bitmap: Tensor, levels: Tensor, numel: int) -> tuple[Tensor, Tensor, int]:
     """Return a 1-D tensor of `numel` elements: `levels[1]` where the bit is set, `levels[0]` elsewhere.
 
     Args:
@@ -61,20 +60,14 @@ def _decode_reference(bitmap: Tensor, levels: Tensor, numel: int) -> Tensor:
     Raises:
         OpError: They do not belong together.
     """
-    _check(bitmap, levels, numel)
-    bits = (bitmap.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=bitmap.device)) & 1
-    return levels[bits.view(-1)[:numel].long()]
-
-
-def _check(bitmap: Tensor, levels: Tensor, numel: int) -> None:
-    check_numel("signs_decode", numel)
-    if bitmap.dtype != torch.uint8 or bitmap.shape != (bitmap_bytes(numel),):
-        raise OpError(
-            f"signs_decode: signs of {numel} elements are {bitmap_bytes(numel)} bytes, not {bitmap.dtype} of shape "
-            f"{tuple(bitmap.shape)}; pass the numel they were made with"
-        )
+    (bitmap,) = check_bitmap(bitmap, numel)
     if levels.shape != (2,) or not levels.is_floating_point():
         raise OpError(f"signs_decode: levels are two floating-point numbers, not {levels.dtype} {tuple(levels.shape)}")
+    return bitmap, levels, numel
+
+
+def _decode_reference(bitmap: Tensor, levels: Tensor, numel: int) -> Tensor:
+    return levels[unpacked(bitmap)[:numel].long()]
 
 
 @cpu_kernel
@@ -103,11 +96,8 @@ def _pack(elements: NDArray[Any], bitmap: NDArray[np.uint8]) -> int:
         for i in range(8):
             word |= (elements[byte * 8 + i] < 0) << i
         bitmap[byte] = word
-    if elements.size % 8:
-        word = 0
-        for i in range(elements.size // 8 * 8, elements.size):
-            word |= (elements[i] < 0) << (i % 8)
-        bitmap[elements.size // 8] = word
+    for i in range(elements.size // 8 * 8, elements.size):
+        bitmap[i // 8] |= (elements[i] < 0) << (i % 8)
     count = 0
     for byte in range(bitmap.size):
         for i in range(8):
@@ -115,10 +105,9 @@ def _pack(elements: NDArray[Any], bitmap: NDArray[np.uint8]) -> int:
     return count
 
 
-def _encode_cpu(dense: Tensor) -> Signs:
-    elements = flat("signs_encode", dense)
+def _encode_cpu(elements: Tensor) -> Signs:
     numel = elements.numel()
-    bitmap = torch.empty(bitmap_bytes(numel), dtype=torch.uint8)
+    bitmap = torch.zeros(bitmap_bytes(numel), dtype=torch.uint8)
     wide = elements if elements.dtype == torch.float64 else elements.float()
     count_below = _pack(host(wide), host(bitmap))
     above, below = _sums(host(wide))
@@ -133,12 +122,11 @@ def _unpack(bitmap: NDArray[np.uint8], levels: NDArray[Any], dense: NDArray[Any]
 
 
 def _decode_cpu(bitmap: Tensor, levels: Tensor, numel: int) -> Tensor:
-    _check(bitmap, levels, numel)
     wide = levels if levels.dtype == torch.float64 else levels.float()
     dense = torch.empty(numel, dtype=wide.dtype)
     _unpack(host(bitmap), host(wide), host(dense))
     return dense.to(levels.dtype)
 
 
-signs_encode = Op(name="signs_encode", reference=_encode_reference, cpu=_encode_cpu)
-signs_decode = Op(name="signs_decode", reference=_decode_reference, cpu=_decode_cpu)
+signs_encode = Op(name="signs_encode", check=_check_encode, reference=_encode_reference, cpu=_encode_cpu)
+signs_decode = Op(name="signs_decode", check=_check_decode, reference=_decode_reference, cpu=_decode_cpu)

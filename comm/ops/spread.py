@@ -53,9 +53,14 @@ def murmur(numbers: Tensor, seed: int) -> Tensor:
 
 @cpu_kernel
 def count_owners(
-    indices: NDArray[np.int32], parts: int, seed: int, owners: NDArray[np.int32], counts: NDArray[np.int64]
+    indices: NDArray[np.int32],
+    parts: int,
+    seed: int,
+    owners: NDArray[np.int32],
+    stripes: NDArray[np.int32],
+    counts: NDArray[np.int64],
 ) -> None:
-    """Write the part of each index to `owners` and add how many each part has to `counts`."""
+    """Write part and stripe of each index, which is where it stands in the part, and add up what each part has."""
     # Division in float64 is exact for 31 bits, as the half keeps quotients off whole numbers; unlike that of integers
     # it is done for several at once. Counting is not, so it has a loop of its own.
     per_part = 1.0 / parts
@@ -64,6 +69,7 @@ def count_owners(
         stripe = np.int64((index + 0.5) * per_part)
         owner = index - stripe * parts + ((murmur_cpu(stripe, seed) * parts) >> 32)
         owners[i] = owner - (parts if owner >= parts else 0)
+        stripes[i] = stripe
     for i in range(owners.size):
         counts[owners[i]] += 1
 

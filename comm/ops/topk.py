@@ -25,7 +25,7 @@ _SAMPLED = 0.01
 _MIN_SAMPLES = 256
 
 
-def _topk_reference(dense: Tensor, k: int) -> Coo:
+def _check_topk(dense: Tensor, k: int) -> tuple[Tensor, int]:
     """Return the `k` elements of `dense` of the largest magnitude, ascending by index; all where it has no more.
 
     Of equal magnitudes the lower index is taken. Inf is larger than every number and nan larger than inf (all nan are
@@ -35,8 +35,12 @@ def _topk_reference(dense: Tensor, k: int) -> Coo:
         OpError: `k` is negative, `dense` is not floating point, or has more than 2^31-1 elements.
     """
     elements = _checked("topk", dense, k)
-    if k >= elements.numel() or k == 0:
-        return Coo(torch.arange(min(k, elements.numel()), dtype=torch.int32, device=dense.device), elements[:k])
+    return elements, min(k, elements.numel())
+
+
+def _topk_reference(elements: Tensor, k: int) -> Coo:
+    if k in (0, elements.numel()):
+        return Coo(torch.arange(k, dtype=torch.int32, device=elements.device), elements[:k])
     magnitudes = _magnitudes(elements)
     threshold = magnitudes.topk(k, sorted=False).values.min()
     above, equal = magnitudes > threshold, magnitudes == threshold
@@ -44,18 +48,21 @@ def _topk_reference(dense: Tensor, k: int) -> Coo:
     return Coo(found.int(), elements[found])
 
 
-def _reach_reference(dense: Tensor, threshold: int, most: int) -> Coo | None:
+def _check_reach(dense: Tensor, threshold: int, most: int) -> tuple[Tensor, int, int]:
     """Return the elements of `dense` whose magnitude reaches `threshold`, ascending by index; None if more than `most`.
 
     Args:
         dense: Floating point, of any shape.
-        threshold: A magnitude as an integer, as `sample` returns them; 1 or more.
+        threshold: The bits of a magnitude as an integer, which are ordered as magnitudes are; 1 or more.
         most: How many are too many to be written.
 
     Raises:
         OpError: `dense` is not floating point, or has more than 2^31-1 elements.
     """
-    elements = _checked("reach", dense, most)
+    return _checked("reach", dense, most), threshold, most
+
+
+def _reach_reference(elements: Tensor, threshold: int, most: int) -> Coo | None:
     chosen = _magnitudes(elements) >= threshold
     if int(chosen.sum()) > most:
         return None
@@ -63,23 +70,13 @@ def _reach_reference(dense: Tensor, threshold: int, most: int) -> Coo | None:
     return Coo(found.int(), elements[found])
 
 
-def sample(dense: Tensor, k: int, *, seed: int) -> Tensor:
-    """Return the magnitudes of elements drawn at random, with repetitions, as integers that are ordered as they are.
+def sample(elements: Tensor, *, seed: int) -> Tensor:
+    """Return the magnitudes of some of the 1-D elements, drawn by the seed with repetitions, as `reach` takes them.
 
     One of a hundred is drawn, but at least 256.
-
-    Args:
-        dense: Floating point, of any shape.
-        k: How many elements will be wanted.
-        seed: In [0, 2^32): which sample.
-
-    Raises:
-        OpError: `k` is negative, `dense` is not floating point, or has more than 2^31-1 elements.
     """
-    elements = _checked("sample", dense, k)
     count = min(elements.numel(), max(_MIN_SAMPLES, ceil(elements.numel() * _SAMPLED)))
-    chosen = (murmur(torch.arange(count, device=elements.device), seed) * elements.numel()) >> 32
-    return _magnitudes(elements[chosen])
+    return _magnitudes(elements[(murmur(torch.arange(count, device=elements.device), seed) * elements.numel()) >> 32])
 
 
 def _checked(name: str, dense: Tensor, k: int) -> Tensor:
@@ -148,9 +145,7 @@ def _without_later_ties(found: Coo, threshold: int, ties: int) -> Coo:
     return Coo(found.indices[kept], found.values[kept])
 
 
-def _topk_cpu(dense: Tensor, k: int) -> Coo:
-    elements = _checked("topk", dense, k)
-    k = min(k, elements.numel())
+def _topk_cpu(elements: Tensor, k: int) -> Coo:
     if k == 0:
         return Coo(torch.empty(0, dtype=torch.int32), elements[:0])
     threshold, ties, equal = _threshold(host_bits(elements), _nan_magnitude(elements.dtype), k)
@@ -160,13 +155,13 @@ def _topk_cpu(dense: Tensor, k: int) -> Coo:
     return _without_later_ties(found, threshold, ties) if ties < equal else found
 
 
-def _reach_cpu(dense: Tensor, threshold: int, most: int) -> Coo | None:
-    found = reaching(_checked("reach", dense, most), threshold, most)
+def _reach_cpu(elements: Tensor, threshold: int, most: int) -> Coo | None:
+    found = reaching(elements, threshold, most)
     return None if found is None else Coo(*found)
 
 
-topk = Op(name="topk", reference=_topk_reference, cpu=_topk_cpu)
-reach = Op(name="reach", reference=_reach_reference, cpu=_reach_cpu)
+topk = Op(name="topk", check=_check_topk, reference=_topk_reference, cpu=_topk_cpu)
+reach = Op(name="reach", check=_check_reach, reference=_reach_reference, cpu=_reach_cpu)
 
 
 def sampled_topk(dense: Tensor, k: int, *, seed: int) -> Coo:
@@ -189,7 +184,7 @@ def sampled_topk(dense: Tensor, k: int, *, seed: int) -> Coo:
     numel = elements.numel()
     if not 0 < k < numel:
         return topk(elements, k)
-    drawn = sample(elements, k, seed=seed)
+    drawn = sample(elements, seed=seed)
     rank = max(1, round(k * drawn.numel() / numel))
     found = reach(elements, int(drawn.topk(rank, sorted=False).values.min()), floor(k * SLACK))
     return topk(elements, k) if found is None or found.indices.numel() < ceil(k / SLACK) else found

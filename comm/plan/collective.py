@@ -26,7 +26,7 @@ _AT_ONCE_STARTUPS = 4
 class Hop(NamedTuple):
     """A message from one rank to another one, with the blocks that it carries.
 
-    The root of rooted collectives is rank 0 here; of an all-to-all, block r is the one for rank r.
+    The root of rooted collectives is rank 0 here.
     """
 
     sender: int
@@ -57,7 +57,7 @@ class Load:
 
 @cache
 def turns(routine: Routine, ranks: int, rank: int) -> tuple[Turn, ...]:
-    """Return what a rank sends and receives in each round; all-reduces are the library's, and gathers have none."""
+    """Return what a rank sends and receives in each round, of collectives in which ranks pass on what they received."""
     match routine:
         case Routine.ALL_GATHER:
             return tuple(_all_gather(ranks, rank))
@@ -67,9 +67,6 @@ def turns(routine: Routine, ranks: int, rank: int) -> tuple[Turn, ...]:
             return _reversed(turns(Routine.ALL_GATHER, ranks, rank))
         case Routine.REDUCE:
             return _reversed(turns(Routine.BROADCAST, ranks, rank))
-        case Routine.ALL_TO_ALL:
-            pairs = (((rank + distance) % ranks, (rank - distance) % ranks) for distance in range(1, ranks))
-            return tuple((Hop(rank, to, (to,)), Hop(source, rank, (rank,))) for to, source in pairs)
     raise AssertionError(f"nobody carries out the rounds of {routine}")
 
 

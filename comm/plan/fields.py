@@ -80,10 +80,10 @@ class FileFields:
         value = self._checked(key, lambda value: isinstance(value, dict), f"write {what}, an object {{…}}")
         return FileFields(value, source=self.source, path=self._at(key))
 
-    def objects(self, key: str, what: str, *, empty: bool = False) -> "list[FileFields]":
-        """Return the objects of the list below a key, at least one unless it may be `empty`."""
+    def objects(self, key: str, what: str) -> "list[FileFields]":
+        """Return the objects of the list below a key, at least one."""
         values = self._take(key)
-        if not isinstance(values, list) or not (values or empty):
+        if not isinstance(values, list) or not values:
             raise self.wrong(key, f"write a list of at least one of {what}")
         return [
             FileFields(value, source=self.source, path=f"{self._at(key)}[{index}]")

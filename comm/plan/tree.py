@@ -1,14 +1,17 @@
 """Every way to synchronize one tensor: Espresso's decision tree (Espresso, Section 4.2; thesis, Section 4.5).
 
 An *option* is a sequence of steps: collectives on dense or compressed data, compressions and decompressions. The tree
-has 4341 options, of which 174 use no CPU. Each function below is one sub-tree; the numbers in its first line are its
-options with both devices and with GPUs only.
+has 4341 options, of which 174 use no CPU. It is all ways through a few sequences of collectives (`_SCHEMES`), where
+data is compressed, decompressed, or summed up and compressed again before each collective, or none of that. T1 to T5 of
+the thesis are the ways from some collective on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
+from itertools import product
+from typing import NamedTuple
 
 
 class Device(StrEnum):
@@ -47,18 +50,9 @@ class Routine(StrEnum):
     BROADCAST = "broadcast"
 
     @property
-    def second(self) -> "Routine":
-        """Return the second step that pairs with this first step."""
-        return Routine.BROADCAST if self.rooted else Routine.ALL_GATHER
-
-    @property
     def rooted(self) -> bool:
         """True when one participant receives or sends everything."""
         return self in (Routine.REDUCE, Routine.GATHER, Routine.BROADCAST)
-
-
-FIRST_DENSE = (Routine.REDUCE_SCATTER, Routine.REDUCE)
-FIRST_COMPRESSED = (Routine.ALL_TO_ALL, Routine.GATHER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,11 +135,48 @@ class Option:
         return tuple(step for step in self.steps if isinstance(step, Comm))
 
 
+class Meeting(NamedTuple):
+    """A collective of a scheme: who takes part, what it is of its scheme, and whether that has a root."""
+
+    phase: Phase
+    role: Role
+    rooted: bool = False
+
+
+_ROUTINES = {
+    Role.WHOLE: ((Routine.ALL_REDUCE, Routine.ALL_GATHER),),
+    Role.FIRST: ((Routine.REDUCE_SCATTER, Routine.ALL_TO_ALL), (Routine.REDUCE, Routine.GATHER)),
+    Role.SECOND: ((Routine.ALL_GATHER, Routine.ALL_GATHER), (Routine.BROADCAST, Routine.BROADCAST)),
+}
+"""Role → without and with a root → of dense and of compressed data."""
+
+
+def in_one_phase(phase: Phase) -> list[list[Meeting]]:
+    """Return the schemes within a phase: an indivisible one, and divisible ones without and with a root."""
+    divisible = [[Meeting(phase, role, rooted) for role in (Role.FIRST, Role.SECOND)] for rooted in (False, True)]
+    return [[Meeting(phase, Role.WHOLE)], *divisible]
+
+
+def around(between: list[Meeting]) -> list[list[Meeting]]:
+    """Return the schemes that have `between` between the steps of a divisible one within hosts."""
+    return [
+        [Meeting(Phase.INTRA1, Role.FIRST, rooted), *between, Meeting(Phase.INTRA2, Role.SECOND, rooted)]
+        for rooted in (False, True)
+    ]
+
+
+_SCHEMES = [
+    *in_one_phase(Phase.FLAT),
+    *(scheme for between in in_one_phase(Phase.INTER) for scheme in around(between)),
+]
+"""For all GPUs at once; and within hosts, between hosts, within hosts."""
+
+
 @cache
 def all_options() -> tuple[Option, ...]:
     """Return all options, those without compression first."""
-    paths = sorted((*flat(), *hierarchical()), key=lambda steps: any(isinstance(step, Comp) for step in steps))
-    return tuple(map(Option, paths))
+    paths = [steps for scheme in _SCHEMES for steps in walk(scheme, compressed=False)]
+    return tuple(map(Option, sorted(paths, key=lambda steps: any(isinstance(step, Comp) for step in steps))))
 
 
 @cache
@@ -165,87 +196,22 @@ def parse(text: str) -> Option:
         raise ValueError(f"{text!r} is not an option of the tree; `resilient-comm tree` lists them") from None
 
 
-def flat() -> Iterator[Steps]:
-    """One phase for all GPUs (63, 12)."""
-    yield (_dense(Phase.FLAT, Role.WHOLE, Routine.ALL_REDUCE),)
-    for first in FIRST_DENSE:
-        for rest in last_dense(Phase.FLAT, first.second):
-            yield (_dense(Phase.FLAT, Role.FIRST, first), *rest)
-    for comp in _comps():
-        for decomp in _decomps():
-            yield (comp, _compressed(Phase.FLAT, Role.WHOLE, Routine.ALL_GATHER), decomp)
-        for first in FIRST_COMPRESSED:
-            for rest in last_compressed(Phase.FLAT, first.second):
-                yield (comp, _compressed(Phase.FLAT, Role.FIRST, first), *rest)
-
-
-def hierarchical() -> Iterator[Steps]:
-    """Three phases: in the host, between hosts, in the host (4278, 162)."""
-    for first in FIRST_DENSE:
-        for rest in _between_hosts_from_dense(first.second):
-            yield (_dense(Phase.INTRA1, Role.FIRST, first), *rest)
-    for comp in _comps():
-        for first in FIRST_COMPRESSED:
-            head: Steps = (comp, _compressed(Phase.INTRA1, Role.FIRST, first))
-            for rest in inter_compressed(first.second):
-                yield (*head, *rest)
-            for decomp in _decomps():
-                for rest in _between_hosts_from_dense(first.second):
-                    yield (*head, decomp, *rest)
-
-
-def _between_hosts_from_dense(last: Routine) -> Iterator[Steps]:
-    yield from inter_dense(last)
-    for comp in _comps():
-        for rest in inter_compressed(last):
-            yield (comp, *rest)
-
-
-def last_dense(phase: Phase, routine: Routine) -> Iterator[Steps]:
-    """T1: the last step, of a dense tensor (5, 2)."""
-    yield (_dense(phase, Role.SECOND, routine),)
-    for comp in _comps():
-        for decomp in _decomps():
-            yield (comp, _compressed(phase, Role.SECOND, routine), decomp)
-
-
-def last_compressed(phase: Phase, routine: Routine) -> Iterator[Steps]:
-    """T2: the last step, of a compressed tensor (12, 3)."""
-    for decomp in _decomps():
-        yield (_compressed(phase, Role.SECOND, routine), decomp)
-        for rest in last_dense(phase, routine):
-            yield (decomp, *rest)
-
-
-def inter_dense(last: Routine) -> Iterator[Steps]:
-    """T3: between hosts, and the last step, of a dense tensor (63, 12)."""
-    for rest in last_dense(Phase.INTRA2, last):
-        yield (_dense(Phase.INTER, Role.WHOLE, Routine.ALL_REDUCE), *rest)
-    for first in FIRST_DENSE:
-        for rest in inter_second_dense(first.second, last):
-            yield (_dense(Phase.INTER, Role.FIRST, first), *rest)
-
-
-def inter_compressed(last: Routine) -> Iterator[Steps]:
-    """T4: between hosts, and the last step, of a compressed tensor (152, 19)."""
-    for rest in last_compressed(Phase.INTRA2, last):
-        yield (_compressed(Phase.INTER, Role.WHOLE, Routine.ALL_GATHER), *rest)
-    for first in FIRST_COMPRESSED:
-        head = _compressed(Phase.INTER, Role.FIRST, first)
-        for rest in last_compressed(Phase.INTRA2, last):
-            yield (head, _compressed(Phase.INTER, Role.SECOND, first.second), *rest)
-        for decomp in _decomps():
-            for rest in inter_second_dense(first.second, last):
-                yield (head, decomp, *rest)
-
-
-def inter_second_dense(second: Routine, last: Routine) -> Iterator[Steps]:
-    """T5: the second step between hosts, and the last step, of a dense tensor (29, 5)."""
-    for rest in last_dense(Phase.INTRA2, last):
-        yield (_dense(Phase.INTER, Role.SECOND, second), *rest)
-    for comp in _comps():
-        for rest in last_compressed(Phase.INTRA2, last):
-            yield (comp, _compressed(Phase.INTER, Role.SECOND, second), *rest)
+def walk(meetings: Sequence[Meeting], *, compressed: bool) -> Iterator[Steps]:
+    """Yield all ways through these collectives to the sum, from dense or compressed data on."""
+    if not meetings:
+        yield from product(_decomps()) if compressed else [()]
+        return
+    meeting, *rest = meetings
+    recoded: list[tuple[Steps, bool]] = [((), compressed)]
+    if compressed:
+        recoded += [((decomp,), False) for decomp in _decomps()]
+    # Compressed data is summed up before it is compressed again.
+    summed = product(_decomps()) if compressed else [()]
+    recoded += [((*steps, comp), True) for steps, comp in product(summed, _comps())]
+    for before, is_compressed in recoded:
+        comm = _comm(meeting.phase, meeting.role, _ROUTINES[meeting.role][meeting.rooted][is_compressed], is_compressed)
+        for after in walk(rest, compressed=is_compressed):
+            yield (*before, comm, *after)
 
 
 @cache
@@ -259,10 +225,5 @@ def _decomps() -> tuple[Decomp, ...]:
 
 
 @cache
-def _dense(phase: Phase, role: Role, routine: Routine) -> Comm:
-    return Comm(phase=phase, role=role, routine=routine, compressed=False)
-
-
-@cache
-def _compressed(phase: Phase, role: Role, routine: Routine) -> Comm:
-    return Comm(phase=phase, role=role, routine=routine, compressed=True)
+def _comm(phase: Phase, role: Role, routine: Routine, compressed: bool) -> Comm:
+    return Comm(phase=phase, role=role, routine=routine, compressed=compressed)

@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..net.scheme import Scheme
+from ..net.scheme import Scheme, split_as
 from ..net.transport import Transport
 
 LEAST_ELEMENTS: Final = 1 << 14
@@ -59,14 +59,14 @@ class BucketSum:
         if not chosen or buffer.is_complex():
             self.world.all_reduce(buffer)
             return
-        small = [gradient.reshape(-1) for name, gradient in gradients if name not in chosen]
+        small = [gradient for name, gradient in gradients if name not in chosen]
         if small:
-            together = torch.cat(small)
+            together = torch.cat([gradient.reshape(-1) for gradient in small])
             self.world.all_reduce(together)
-            sums = iter(torch.split(together, [gradient.numel() for gradient in small]))
+            sums = iter(split_as(together, (gradient.shape for gradient in small)))
         large = iter(self.scheme.reduce_together([each for each in gradients if each[0] in chosen]))
         for name, gradient in gradients:
-            gradient.copy_(next(large) if name in chosen else next(sums).view(gradient.shape))
+            gradient.copy_(next(large) if name in chosen else next(sums))
 
     def is_large(self, name: str, gradient: Tensor) -> bool:
         """Tell whether a gradient goes to the scheme."""

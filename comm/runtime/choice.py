@@ -1,17 +1,11 @@
 """The scheme that a hook is asked for: by its name, by that of a compressor, or by what makes it."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from enum import Enum
-from functools import partial
-from hashlib import sha256
+from collections.abc import Callable, Mapping
 from inspect import signature
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Final, get_args
 
-import torch
 import torch.distributed as dist
 
 from ..compress.compressed import Compressed
@@ -19,6 +13,7 @@ from ..compress.compressors import NAMES
 from ..compress.compressors import named as compressor_named
 from ..compress.feedback import ErrorFeedback
 from ..errors import CommError
+from ..net.alike import check_alike
 from ..net.scheme import Scheme
 from ..net.transport import Transport
 from ..schemes import SCHEMES, class_named, named, unknown
@@ -26,8 +21,6 @@ from ..schemes import SCHEMES, class_named, named, unknown
 Choice = str | Callable[[Transport], Scheme]
 """A name of `schemes.SCHEMES` or else of `compressors.NAMES`, or what makes a scheme for these ranks."""
 
-_PACKAGE: Final = __name__.partition(".")[0] + "."
-_DEEPEST: Final = 8
 _KINDS: Final = (
     (float, Real, "a number"),
     (int, Integral, "an integer"),
@@ -118,64 +111,3 @@ def agreed_scheme(
     if not isinstance(choice, str):
         check_alike(among, scheme=made)
     return made
-
-
-def check_alike(ranks: Transport, /, **given: object) -> None:
-    """Raise CommError, on all ranks alike, unless all of them are given the same.
-
-    Otherwise messages may have other sizes than a rank expects, or another meaning. Of an object of this package all
-    its plain attributes count, and theirs; of others only the type does.
-
-    Args:
-        ranks: All that sum together.
-        given: Name → value.
-    """
-    own = json.dumps(
-        dict(described for name, value in given.items() for described in _described(name, value)), sort_keys=True
-    )
-    with ranks.uncounted():
-        if len(set(ranks.gather_bytes(sha256(own.encode()).digest()))) == 1:
-            return
-        described = [json.loads(each) for each in ranks.gather_bytes(own.encode())]
-    for rank, other in enumerate(described):
-        for name in described[0] | other:
-            first, its = (each.get(name, "not given") for each in (described[0], other))
-            if first != its:
-                raise CommError(f"{name} is {first} on rank 0 and {its} on rank {rank}; give all ranks the same")
-
-
-def _described(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the parts of a value, by name, as texts that are equal where ranks do the same."""
-    text, parts = _text_and_parts(value)
-    yield name, text
-    if depth < _DEEPEST:
-        for part, each in parts.items():
-            yield from _described(f"{name}{part}", each, depth + 1)
-
-
-def _text_and_parts(value: object) -> tuple[str, dict[str, Any]]:
-    if isinstance(value, Integral):
-        return str(int(value)), {}
-    if isinstance(value, Real):
-        number = float(value)
-        return str(int(number)) if number.is_integer() else repr(number), {}
-    if value is None or isinstance(value, str | bytes | range | torch.dtype | Enum):
-        return repr(value), {}
-    if isinstance(value, list | tuple):
-        return f"{len(value)} items", {f"[{index}]": each for index, each in enumerate(value)}
-    if isinstance(value, set | frozenset):
-        return repr(sorted(map(repr, value))), {}
-    if isinstance(value, Mapping):
-        return f"{len(value)} items", {f"[{key!r}]": value[key] for key in sorted(value, key=repr)}
-    if isinstance(value, partial):
-        return "partial", {f".{part}": getattr(value, part) for part in ("func", "args", "keywords")}
-    if isinstance(value, Transport):
-        return "ranks", {}
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}", {}
-    kind = type(value)
-    attributes: dict[str, Any] = {}
-    if kind.__module__.startswith(_PACKAGE):
-        own = [field.name for field in fields(value)] if is_dataclass(value) else getattr(value, "__dict__", ())
-        attributes = {f".{each}": getattr(value, each) for each in own if each not in getattr(value, "differs", ())}
-    return kind.__qualname__, attributes

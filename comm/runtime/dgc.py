@@ -64,10 +64,11 @@ class Dgc(Scheme):
     def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """Return what `reduce` returns for each; they go together through the scheme that sums."""
         sums = self.between.reduce_together([(key, self._chosen(key, gradient)) for key, gradient in gradients])
-        for (key, _), total in zip(gradients, sums, strict=True):
+        totals = []
+        for (key, each), total in zip(gradients, sums, strict=True):
             self.memory.undo_unless_finite([key], total)
-        pairs = zip(gradients, sums, strict=True)
-        return [laid_out(total, each) for (_, each), total in pairs]
+            totals.append(laid_out(total, each))
+        return totals
 
     def _chosen(self, key: str, gradient: Tensor) -> Tensor:
         """Return the gradient with zeros for what stays."""

@@ -11,7 +11,7 @@ device does last.
 
 import logging
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -22,13 +22,13 @@ from torch.nn import functional as F
 
 from ..compress.feedback import Memory
 from ..errors import CommError
-from ..net.collectives import broadcast_from, gather_shares, reduce_scatter, reduce_to
+from ..net.collectives import carry_dense
 from ..net.fabric import Fabric
 from ..net.scheme import Reduction, Scheme, Stage
-from ..net.transport import Transport, from_bytes, to_bytes
+from ..net.transport import Transport
 from ..plan.plan import COMPRESSED, DENSE, FLAT
-from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, Step, parse
-from .pieces import Message, Pieces, gather_all, gather_pieces_to, neighbours, pack, scatter_all, summands, unpack
+from ..plan.tree import Comm, Comp, Decomp, Device, Option, Phase, Role, Routine, parse
+from .pieces import Message, Pieces, carry_pieces
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class OptionScheme(Scheme):
         option = self._options.get(key)
         if option is None or gradient.numel() == 0:
             return _AllReduce(self.transport, gradient)
-        return _Run(self._fabric, self.memory, key, option.steps, gradient)
+        return _Run(self._fabric, self.memory, key, option, gradient)
 
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
         """Return the sum over all ranks, equal on all of them."""
@@ -138,17 +138,18 @@ class _AllReduce(Reduction):
 class _Run(Reduction):
     """One tensor on its way through the steps of an option."""
 
-    def __init__(self, fabric: Fabric, memory: Memory, key: str, steps: Sequence[Step], gradient: Tensor) -> None:
+    def __init__(self, fabric: Fabric, memory: Memory, key: str, option: Option, gradient: Tensor) -> None:
         self._fabric = fabric
         self._memory = memory
         self._key = key
         self._remembered: list[str] = []
-        self._steps = steps
+        self._option, self._steps = option, option.steps
         self._dtype, self._device, self._shape = gradient.dtype, gradient.device, gradient.shape
         self._alike = memory.compressor.message_bytes(gradient.numel(), gradient.dtype) is not None
         self._begun, self._prepared, self._communicated, self._settled = self._ends()
         flat = gradient.reshape(-1)
-        missing = -flat.numel() % self._shares(steps)
+        scatters = (step.phase for step in option.comms if step.routine in _SCATTERING)
+        missing = -flat.numel() % prod(self._fabric.of(phase).size for phase in scatters)
         padded = F.pad(flat, (0, missing)) if missing else flat
         self._held: _Held = padded
         self._numel = padded.numel()
@@ -188,10 +189,8 @@ class _Run(Reduction):
                     held = None if held is None else self._decompress(held, step.device)
                 case Comm() if self._alone(step):
                     pass
-                case Comm(compressed=False):
-                    held = self._dense(held, step)
                 case Comm():
-                    held = self._messages(held, step)
+                    held = self._communicate(held, step)
             if held is not None:
                 self._numel = held.numel() if isinstance(held, Tensor) else held.numel * len(held.pieces)
         self._held = held
@@ -201,9 +200,7 @@ class _Run(Reduction):
     def _compress(self, held: _Held, index: int, device: Device) -> Pieces:
         assert isinstance(held, Tensor)
         dense = self._on(held, device)
-        following = self._steps[index + 1 :]
-        until = next((i for i, step in enumerate(following) if isinstance(step, Decomp)), len(following))
-        count = self._shares(following[:until])
+        count = prod(self._fabric.of(phase).size for phase in self._option.ways[index])
         pieces = []
         for piece, part in enumerate(dense.view(count, -1)):
             remembered = f"{self._key}/{index}/{piece}"
@@ -216,11 +213,9 @@ class _Run(Reduction):
         assert isinstance(held, Pieces)
         where = "cpu" if device is Device.CPU else self._device
         dense = torch.zeros(len(held.pieces), held.numel, dtype=self._dtype, device=where)
-        self._memory.compressor.add_all(
-            (self._on(message.data, device), row, message.seed)
-            for row, messages in zip(dense, held.pieces, strict=True)
-            for message in messages
-        )
+        for row, messages in zip(dense, held.pieces, strict=True):
+            for message in messages:
+                self._memory.compressor.add(self._on(message.data, device), row, seed=message.seed)
         return dense.view(-1).to(self._device)
 
     def _on(self, tensor: Tensor, device: Device) -> Tensor:
@@ -228,46 +223,17 @@ class _Run(Reduction):
 
     # Collectives.
 
-    def _dense(self, held: _Held, step: Comm) -> _Held:
-        transport = self._fabric.of(step.phase)
+    def _communicate(self, held: _Held, step: Comm) -> _Held:
         if self._idle(step.phase):
             return None
-        if step.routine is Routine.BROADCAST:
-            message = None if held is None else to_bytes(_tensor(held))
-            # Of the part that this rank had as well, before one rank went on for all.
-            size_bytes = self._numel * self._dtype.itemsize
-            received = broadcast_from(self._root(step.phase), message, transport, size_bytes=size_bytes)
-            return from_bytes(received, (self._dtype, self._numel))[0]
-        dense = _tensor(held)
-        match step.routine:
-            case Routine.ALL_REDUCE:
-                transport.all_reduce(dense)
-                return dense
-            case Routine.REDUCE_SCATTER:
-                return reduce_scatter(transport, dense)
-            case Routine.ALL_GATHER:
-                return gather_shares(transport, dense)
-            case Routine.REDUCE:
-                return reduce_to(self._root(step.phase), dense, transport)
-        raise AssertionError(f"{step} is no collective of dense tensors")
-
-    def _messages(self, held: _Held, step: Comm) -> _Held:
-        transport = self._fabric.of(step.phase)
-        if self._idle(step.phase):
-            return None
-        match step.routine:
-            case Routine.BROADCAST:
-                message = None if held is None else pack(_pieces(held))
-                return unpack(broadcast_from(self._root(step.phase), message, transport))
-            case Routine.ALL_TO_ALL:
-                return summands(scatter_all(_pieces(held), transport, alike=self._alike))
-            case Routine.GATHER:
-                gathered = gather_pieces_to(self._root(step.phase), _pieces(held), transport, alike=self._alike)
-                return None if gathered is None else summands(gathered)
-            case Routine.ALL_GATHER:
-                sources = gather_all(_pieces(held), transport, alike=self._alike)
-                return summands(sources) if step.role is Role.WHOLE else neighbours(sources)
-        raise AssertionError(f"{step} is no collective of messages")
+        transport, root = self._fabric.of(step.phase), self._root(step.phase)
+        if step.compressed:
+            assert not isinstance(held, Tensor)
+            parts_differ = step.routine is Routine.ALL_GATHER and step.role is not Role.WHOLE
+            return carry_pieces(step.routine, held, transport, root=root, alike=self._alike, parts_differ=parts_differ)
+        assert not isinstance(held, Pieces)
+        # Of a part that is broadcast this rank had as many elements, before one rank went on for all.
+        return carry_dense(step.routine, held, transport, root=root, numel=self._numel, dtype=self._dtype)
 
     def _root(self, phase: Phase) -> int:
         # Spread by name, so that not one rank aggregates all tensors. Counted from the first rank of a host, as costs
@@ -295,21 +261,6 @@ class _Run(Reduction):
         on_cpus = [index for index, step in steps if not isinstance(step, Comm) and step.device is Device.CPU]
         elsewhere = [*collectives, *on_cpus]
         return min(elsewhere), collectives[0], collectives[-1] + 1, max(elsewhere) + 1
-
-    def _shares(self, steps: Sequence[Step]) -> int:
-        """Return into how many shares those of `steps` cut a tensor after which each rank goes on with one."""
-        scatters = (step for step in steps if isinstance(step, Comm) and step.routine in _SCATTERING)
-        return prod(self._fabric.of(step.phase).size for step in scatters)
-
-
-def _tensor(held: _Held) -> Tensor:
-    assert isinstance(held, Tensor)
-    return held
-
-
-def _pieces(held: _Held) -> Pieces:
-    assert isinstance(held, Pieces)
-    return held
 
 
 def options_of(texts: Mapping[str, str]) -> dict[str, Option]:

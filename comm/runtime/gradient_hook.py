@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CommError
-from ..net.scheme import Scheme
+from ..net.scheme import Scheme, split_as
 from ..net.transport import Transport
 from .bucket import LEAST_ELEMENTS, BucketSum
 from .lanes import Worker
@@ -167,5 +167,4 @@ def parts(buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     ]
     if (elements := sum(map(torch.Size.numel, shapes))) != buffer.numel():
         raise CommError(f"a bucket of DDP has {buffer.numel()} elements, and its parameters {elements}")
-    parts = torch.split(buffer, [shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return split_as(buffer, shapes)

@@ -20,6 +20,9 @@ class Worker:
     Args:
         name: Of the thread.
         device: Where gradients are.
+
+    Attributes:
+        closed: Whether no more tasks are taken.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -28,14 +31,9 @@ class Worker:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._closed = False
+        self.closed = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def closed(self) -> bool:
-        """Whether no more tasks are taken."""
-        return self._closed
 
     def submit(
         self, task: Callable[[], None], after: Any = None, failed: Callable[[Any], None] | None = None
@@ -72,7 +70,7 @@ class Worker:
 
     def close(self) -> None:
         """Take no more tasks, and end the thread after those that are there."""
-        self._closed = True
+        self.closed = True
         self._tasks.put(None)
 
     def join(self, timeout_s: float | None = None) -> None:

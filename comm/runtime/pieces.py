@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..errors import MessageError
-from ..net.collectives import gather_to, relay_gather
+from ..net.collectives import broadcast_from, gather_to, relay_gather
 from ..net.transport import Transport, to_bytes
+from ..plan.tree import Routine
 
 _NUMBER_BYTES = torch.int64.itemsize
 
@@ -88,33 +89,37 @@ def _numbers(part: Tensor) -> list[int]:
     return numbers
 
 
-def gather_all(held: Pieces, transport: Transport, *, alike: bool) -> list[Pieces]:
-    """Return what all ranks hold, in their order.
+def carry_pieces(
+    routine: Routine, held: Pieces | None, transport: Transport, *, root: int, alike: bool, parts_differ: bool = False
+) -> Pieces | None:
+    """Return what a rank holds after a collective of compressed data.
 
     Args:
-        held: This rank's; as many pieces and messages on each.
+        routine: One of compressed data.
+        held: This rank's, as many pieces and messages on each; None on all but `root` before a broadcast.
         transport: The ranks.
+        root: Who receives or sends everything, if anybody does.
         alike: The messages of all ranks have the same sizes, so that nobody needs to announce them.
+        parts_differ: Ranks hold different parts of the tensor, and gather all of it.
     """
-    packed = pack(held)
-    return [unpack(each) for each in relay_gather(transport, packed, sizes_bytes=_sizes(packed, transport, alike))]
-
-
-def scatter_all(held: Pieces, transport: Transport, *, alike: bool) -> list[Pieces]:
-    """Return what all ranks hold of this rank's share of the pieces, in their order; like `gather_all`."""
-    each = len(held.pieces) // transport.size
-    parts = [held.pieces[rank * each : (rank + 1) * each] for rank in range(transport.size)]
-    packed = [pack(Pieces(numel=held.numel, pieces=part)) for part in parts]
-    sizes_bytes = _sizes(packed[transport.rank], transport, alike)
-    return [unpack(received) for received in transport.all_to_all(packed, sizes_bytes=sizes_bytes)]
-
-
-def gather_pieces_to(root: int, held: Pieces, transport: Transport, *, alike: bool) -> list[Pieces] | None:
-    """Return on `root` what all ranks hold, in their order, and None on the others; like `gather_all`."""
-    packed = pack(held)
-    found = gather_to(root, packed, transport, sizes_bytes=_sizes(packed, transport, alike))
-    return None if found is None else [unpack(each) for each in found]
-
-
-def _sizes(packed: Tensor, transport: Transport, alike: bool) -> list[int] | None:
-    return [packed.numel()] * transport.size if alike else None
+    if routine is Routine.BROADCAST:
+        return unpack(broadcast_from(root, None if held is None else pack(held), transport))
+    assert held is not None
+    count = transport.size if routine is Routine.ALL_TO_ALL else 1
+    each = len(held.pieces) // count
+    packed = [pack(Pieces(numel=held.numel, pieces=held.pieces[each * n : each * (n + 1)])) for n in range(count)]
+    sizes_bytes = [packed[-1].numel()] * transport.size if alike else None
+    match routine:
+        case Routine.ALL_TO_ALL:
+            found = transport.all_to_all(packed, sizes_bytes=sizes_bytes)
+        case Routine.GATHER:
+            gathered = gather_to(root, packed[0], transport, sizes_bytes=sizes_bytes)
+            if gathered is None:
+                return None
+            found = gathered
+        case Routine.ALL_GATHER:
+            found = relay_gather(transport, packed[0], sizes_bytes=sizes_bytes)
+        case _:
+            raise AssertionError(f"{routine} is no collective of messages")
+    sources = [unpack(message) for message in found]
+    return neighbours(sources) if parts_differ else summands(sources)

@@ -85,10 +85,6 @@ class SparseScheme(RoundScheme):
                 Values travel in its dtype.
         """
 
-    def residual(self, key: str) -> Tensor | None:
-        """Return what this rank adds to the next gradient of a parameter, flat; None before its first step."""
-        return self._residuals.get(key)
-
     def state_dict(self) -> dict[str, Any]:
         """Return residuals and adaptive values by parameter."""
         return {"scheme": self.name, "residuals": dict(self._residuals), "memories": dict(self._memories)}

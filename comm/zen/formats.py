@@ -98,7 +98,11 @@ def _decode(message: Tensor, length: int, width: int, dtype: torch.dtype) -> Spa
     elif form == Format.BITMAP:
         count = max(0, size - bitmap_bytes(length)) // row_bytes
         values, bitmap, _ = from_bytes(message, (dtype, count * width), (torch.uint8, bitmap_bytes(length)), tag)
-        indices = bitmap_indices(bitmap, length, count)
+        indices = bitmap_indices(bitmap, length)
+        if indices.numel() != count:
+            raise MessageError(
+                f"a message came with {count} rows and a bitmap of {indices.numel()}; run the same version on all ranks"
+            )
     elif form == Format.DENSE:
         values, _ = from_bytes(message, (dtype, length * width), tag)
         indices = torch.arange(length, dtype=torch.int32, device=message.device)

@@ -86,7 +86,7 @@ def hierarchical_hash(dense: Tensor, indices: Tensor, spread: Spread, memory: Ha
     filled = slots.nonzero()
     found = slots[filled[:, 0], filled[:, 1]] - 1
     counts: list[int] = torch.bincount(filled[:, 0], minlength=spread.parts).tolist()
-    return Hashed(Parts(found.int(), elements[found], counts), spilled, memory)
+    return Hashed(Parts(spread.positions(found), elements[found], counts), spilled, memory)
 
 
 def checked(dense: Tensor, indices: Tensor, spread: Spread) -> Tensor:

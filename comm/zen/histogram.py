@@ -19,17 +19,18 @@ class Parts(NamedTuple):
     """A sparse tensor, divided: the entries of part 0, then those of part 1, and so on.
 
     Attributes:
-        indices: Into the whole tensor, int32.
+        places: Where each stands in its part, int32, in [0, spread.size(part)): a server needs memory for its own share
+            of the tensor only.
         values: As many.
         counts: Entries of each part.
     """
 
-    indices: Tensor
+    places: Tensor
     values: Tensor
     counts: list[int]
 
 
-def _partition_reference(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
+def _check_partition(indices: Tensor, values: Tensor, spread: Spread) -> tuple[Tensor, Tensor, Spread]:
     """Return the entries of a sparse tensor by the part of `spread` that owns them, in their order within a part.
 
     It gives each part the same set as Algorithm 3.2 of the thesis with the same h0 (see `hierarchical_hash`).
@@ -37,43 +38,42 @@ def _partition_reference(indices: Tensor, values: Tensor, spread: Spread) -> Par
     Raises:
         OpError: The lists do not belong together, or an index does not fit the tensor of `spread`.
     """
-    _check("partition", indices, values, spread)
+    check_list("partition", indices, values)
+    check_range("partition", indices, spread.numel)
+    return indices, values.detach(), spread
+
+
+def _partition_reference(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
     owners = spread.owners(indices)
     order = owners.argsort(stable=True)
     counts: list[int] = torch.bincount(owners, minlength=spread.parts).tolist()
-    return Parts(indices[order], values.detach()[order], counts)
-
-
-def _check(name: str, indices: Tensor, values: Tensor | None, spread: Spread) -> None:
-    check_list(name, indices, values)
-    check_range(name, indices, spread.numel)
+    return Parts(spread.positions(indices)[order], values[order], counts)
 
 
 @cpu_kernel
 def _distribute(
-    indices: NDArray[np.int32],
+    stripes: NDArray[np.int32],
     values: NDArray[Any],
     owners: NDArray[np.int32],
-    places: NDArray[np.int64],
-    sorted_indices: NDArray[np.int32],
+    next_: NDArray[np.int64],
+    places: NDArray[np.int32],
     sorted_values: NDArray[Any],
 ) -> None:
-    for i in range(indices.size):
-        place = places[owners[i]]
-        places[owners[i]] = place + 1
-        sorted_indices[place] = indices[i]
-        sorted_values[place] = values[i]
+    for i in range(stripes.size):
+        at = next_[owners[i]]
+        next_[owners[i]] = at + 1
+        places[at] = stripes[i]
+        sorted_values[at] = values[i]
 
 
 def _partition_cpu(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
-    _check("partition", indices, values, spread)
-    array, elements = host(indices), host_bits(values)
-    owners, counts = np.empty(array.size, np.int32), np.zeros(spread.parts, np.int64)
-    count_owners(array, spread.parts, spread.seed, owners, counts)
-    sorted_indices, sorted_values = torch.empty_like(indices), torch.empty_like(values)
-    places = np.cumsum(counts) - counts
-    _distribute(array, elements, owners, places, host(sorted_indices), host_bits(sorted_values))
-    return Parts(sorted_indices, sorted_values, counts.tolist())
+    owners, stripes = np.empty((2, indices.numel()), np.int32)
+    counts = np.zeros(spread.parts, np.int64)
+    count_owners(host(indices), spread.parts, spread.seed, owners, stripes, counts)
+    places, sorted_values = torch.empty_like(indices), torch.empty_like(values)
+    next_ = np.cumsum(counts) - counts
+    _distribute(stripes, host_bits(values), owners, next_, host(places), host_bits(sorted_values))
+    return Parts(places, sorted_values, counts.tolist())
 
 
 @CudaKernel
@@ -92,80 +92,51 @@ def _distribute_kernel(
     threads: int,
     parts: int,
     seed: int,
+    next_: Any,
     places: Any,
-    sorted_indices: Any,
     sorted_values: Any,
 ) -> None:
     thread = cuda.grid(1)
     if thread < threads:
         for i in range(thread * run, min((thread + 1) * run, indices.size)):
             counter = owner_cuda(indices[i], parts, seed) * threads + thread
-            place = places[counter]
-            places[counter] = place + 1
-            sorted_indices[place] = indices[i]
-            sorted_values[place] = values[i]
+            at = next_[counter]
+            next_[counter] = at + 1
+            places[at] = np.uint32(indices[i]) // np.uint32(parts)
+            sorted_values[at] = values[i]
 
 
 def _partition_cuda(indices: Tensor, values: Tensor, spread: Spread) -> Parts:
-    _check("partition", indices, values, spread)
-    indices, elements = indices.contiguous(), bits(values.detach().contiguous())
+    indices, elements = indices.contiguous(), bits(values.contiguous())
     # A thread has a counter for each part, and enough indices that counters are the smaller part of its work.
     run = max(_MIN_RUN, 4 * spread.parts)
     threads = -(-indices.numel() // run)
     counts = torch.zeros(spread.parts, threads, dtype=torch.int32, device=indices.device)
     sizes = (run, threads, spread.parts, spread.seed)
     _count_kernel.launch(threads, indices, *sizes, counts.view(-1))
-    places = counts.view(-1).cumsum(0, dtype=torch.int32) - counts.view(-1)
-    sorted_indices, sorted_values = torch.empty_like(indices), torch.empty_like(elements)
-    _distribute_kernel.launch(threads, indices, elements, *sizes, places, sorted_indices, sorted_values)
-    return Parts(sorted_indices, sorted_values.view(values.dtype), counts.sum(1).tolist())
+    next_ = counts.view(-1).cumsum(0, dtype=torch.int32) - counts.view(-1)
+    places, sorted_values = torch.empty_like(indices), torch.empty_like(elements)
+    _distribute_kernel.launch(threads, indices, elements, *sizes, next_, places, sorted_values)
+    return Parts(places, sorted_values.view(values.dtype), counts.sum(1).tolist())
 
 
-def _positions_reference(indices: Tensor, spread: Spread) -> Tensor:
-    """Return where each index stands in the part that owns it, int32, in [0, spread.size(part)).
-
-    A server that works with positions needs memory for its own share of the tensor only.
-
-    Raises:
-        OpError: An index does not fit the tensor of `spread`.
-    """
-    _check("positions", indices, None, spread)
-    return spread.positions(indices)
-
-
-@cpu_kernel
-def _write_positions(indices: NDArray[np.int32], parts: int, positions: NDArray[np.int32]) -> None:
-    # As in `count_owners`.
-    per_part = 1.0 / parts
-    for i in range(indices.size):
-        positions[i] = np.int64((indices[i] + 0.5) * per_part)
-
-
-def _positions_cpu(indices: Tensor, spread: Spread) -> Tensor:
-    _check("positions", indices, None, spread)
-    positions = torch.empty_like(indices)
-    _write_positions(host(indices), spread.parts, host(positions))
-    return positions
-
-
-def _indices_reference(positions: Tensor, spread: Spread, part: int) -> Tensor:
-    """Return the int32 indices that stand at `positions` of `part`: the inverse of `positions`.
+def _check_indices(positions: Tensor, spread: Spread, part: int) -> tuple[Tensor, Spread, int]:
+    """Return the int32 indices that stand at `positions` of `part`.
 
     Raises:
         OpError: There is no such part, or a position is not of it.
     """
-    _check_positions(positions, spread, part)
-    return spread.indices(positions, part)
-
-
-def _check_positions(positions: Tensor, spread: Spread, part: int) -> None:
     spread.check_part(part)
     check_list("indices_at", positions)
     check_range("indices_at", positions, spread.size(part))
+    return positions, spread, part
+
+
+def _indices_reference(positions: Tensor, spread: Spread, part: int) -> Tensor:
+    return spread.indices(positions, part)
 
 
 def _indices_cpu(positions: Tensor, spread: Spread, part: int) -> Tensor:
-    _check_positions(positions, spread, part)
     indices = torch.empty_like(positions)
     write_indices(host(positions), part, spread.parts, spread.seed, host(indices))
     return indices
@@ -179,13 +150,15 @@ def _indices_kernel(positions: Any, part: int, parts: int, seed: int, indices: A
 
 
 def _indices_cuda(positions: Tensor, spread: Spread, part: int) -> Tensor:
-    _check_positions(positions, spread, part)
     positions = positions.contiguous()
     indices = torch.empty_like(positions)
     _indices_kernel.launch(positions.numel(), positions, part, spread.parts, spread.seed, indices)
     return indices
 
 
-partition = Op(name="partition", reference=_partition_reference, cpu=_partition_cpu, cuda=_partition_cuda)
-positions = Op(name="positions", reference=_positions_reference, cpu=_positions_cpu)
-indices_at = Op(name="indices_at", reference=_indices_reference, cpu=_indices_cpu, cuda=_indices_cuda)
+partition = Op(
+    name="partition", check=_check_partition, reference=_partition_reference, cpu=_partition_cpu, cuda=_partition_cuda
+)
+indices_at = Op(
+    name="indices_at", check=_check_indices, reference=_indices_reference, cpu=_indices_cpu, cuda=_indices_cuda
+)

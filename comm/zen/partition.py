@@ -1,7 +1,7 @@
 """Which rank sums which row of a gradient, and where a row stands among those of its rank."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ops.spread import Spread
 from .hash import HashMemory, hierarchical_hash
-from .histogram import Parts, indices_at, partition, positions
+from .histogram import Parts, indices_at, partition
 from .sparse import Sparse
 
 
@@ -35,10 +35,10 @@ class Balanced:
     servers: int
     seed: int = 0
     how: Literal["exact", "hash"] = "exact"
-    _spread: Spread = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_spread", Spread(numel=self.length, parts=self.servers, seed=self.seed))
+    @property
+    def _spread(self) -> Spread:
+        return Spread(numel=self.length, parts=self.servers, seed=self.seed)
 
     def size(self, server: int) -> int:
         """Return the rows of a server."""
@@ -48,15 +48,15 @@ class Balanced:
         """Return for each server its rows, counted from its first one."""
         if sparse.width == 1 and self.how == "exact":
             found = partition(sparse.indices, sparse.values.view(-1), self._spread)
-            indices, values = found.indices, found.values.view(-1, 1)
+            values = found.values.view(-1, 1)
         else:
             rows = torch.arange(sparse.count, dtype=torch.int32, device=sparse.indices.device)
             if self.how == "hash":
                 found = self._hash(sparse.indices, rows)
             else:
                 found = partition(sparse.indices, rows, self._spread)
-            indices, values = found.indices, sparse.values.index_select(0, found.values)
-        places = torch.split(positions(indices, self._spread), found.counts)
+            values = sparse.values.index_select(0, found.values)
+        places = torch.split(found.places, found.counts)
         return [
             Sparse(indices=place, values=part, length=self.size(server))
             for server, (place, part) in enumerate(zip(places, torch.split(values, found.counts), strict=True))
@@ -71,11 +71,10 @@ class Balanced:
         return self._spread.owners(indices)
 
     def _hash(self, indices: Tensor, rows: Tensor) -> Parts:
-        """Return `rows` and their indices by server, ascending within each."""
+        """Return `rows` by server, ascending within each."""
         numbers = torch.zeros(self.length, dtype=torch.float64, device=indices.device)
         numbers[indices] = rows.double()
         memory = HashMemory.of(self._spread, indices.numel() / max(1, self.length))
         found = hierarchical_hash(numbers, indices, self._spread, memory).parts
-        order = torch.argsort(found.indices)
-        order = order[torch.argsort(self.servers_of(found.indices[order]), stable=True)]
-        return Parts(found.indices[order], found.values[order].int(), found.counts)
+        ordered = torch.cat([part.sort().values for part in torch.split(found.values.int(), found.counts)])
+        return Parts(self._spread.positions(indices.index_select(0, ordered)), ordered, found.counts)
