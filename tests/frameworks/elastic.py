@@ -1,4 +1,4 @@
-"""A loop of a framework whose number of ranks may change: `elastic.py LIBRARY ddp|fsdp2 GATE DIRECTORY`.
+"""A loop of a framework whose number of ranks may change: `elastic.py LIBRARY KIND GATE DIRECTORY`.
 
 Says which samples each rank had in each step once it is committed; no step begins before GATE says at least its number.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 from resilient_run import Checkpointer
@@ -45,7 +45,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.training:
             noted.append(number.tolist())
-        return {"loss": nn.functional.mse_loss(self.net(x), labels)}
+        dtype = self.net[0].bias.dtype
+        return {"loss": nn.functional.mse_loss(self.net(x.to(dtype)), labels.to(dtype))}
 
 
 noted: list[list[int]] = []
@@ -110,8 +111,23 @@ def audit(gate: Path) -> None:
     Checkpointer.step, Checkpointer.restore = step, restored  # type: ignore[method-assign]
 
 
+def zero(kind: str) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of a stage of ZeRO."""
+    # Its operator is for ranks of one host. A rank that is killed while it compiles that leaves a lock.
+    import deepspeed.comm.torch
+
+    deepspeed.comm.torch.build_shm_op = lambda: None
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": accumulated(),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": int(kind[-1])},
+    }
+
+
 def accelerate(kind: str, _directory: str) -> nn.Module:
-    if kind == "fsdp2":
+    if kind.startswith("fsdp"):
         import on_cpu
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import set_seed
@@ -119,16 +135,21 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
     from resilient_run.integrations.accelerate import AcceleratorCheckpointer
 
     set_seed(0)
-    if kind == "fsdp2":
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    if kind.startswith("fsdp"):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=int(kind[-1]), auto_wrap_policy="no_wrap")
         accelerator = Accelerator(gradient_accumulation_steps=accumulated(), fsdp_plugin=plugin)
+    elif kind.startswith("zero"):
+        from accelerate import DeepSpeedPlugin
+
+        plugin = DeepSpeedPlugin(hf_ds_config=zero(kind))
+        accelerator = Accelerator(gradient_accumulation_steps=accumulated(), deepspeed_plugin=plugin)
     else:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated())
-    model = Net()
+    model = Net().float() if kind.startswith("zero") else Net()
     model, optimizer, loader, other = accelerator.prepare(
         model, optimizer_of(model), DataLoader(Samples(), BATCH, shuffle=True), DataLoader(Samples(), 4)
     )
-    if kind == "fsdp2":
+    if kind.startswith("fsdp"):
         on_cpu.scale_no_sums(model)
     checkpointer = AcceleratorCheckpointer(accelerator)
     checkpointer.restore()
@@ -146,7 +167,7 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
 
 
 def transformers(kind: str, directory: str) -> nn.Module:
-    if kind == "fsdp2":
+    if kind.startswith("fsdp"):
         import on_cpu
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -154,13 +175,17 @@ def transformers(kind: str, directory: str) -> nn.Module:
 
     class Watches(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-            if kind == "fsdp2":
+            if kind.startswith("fsdp"):
                 on_cpu.scale_no_sums(model)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, optimizer: Any = None, **__: Any) -> None:
             say(at=state.global_step, rate=optimizer.param_groups[0]["lr"])
 
-    how = {"fsdp": True, "fsdp_config": {"version": 2}} if kind == "fsdp2" else {"use_cpu": True}
+    how: dict[str, Any] = {"use_cpu": True}
+    if kind.startswith("fsdp"):
+        how = {"fsdp": True, "fsdp_config": {"version": int(kind[-1]), "sync_module_states": "false"}}
+    elif kind.startswith("zero"):
+        how["deepspeed"] = zero(kind)
     arguments = TrainingArguments(
         output_dir=directory,
         num_train_epochs=EPOCHS,
@@ -179,7 +204,11 @@ def transformers(kind: str, directory: str) -> nn.Module:
         **how,
     )
     trainer = Trainer(
-        model=Net(), args=arguments, train_dataset=Samples(), eval_dataset=Samples(), callbacks=[Watches()]
+        model=Net().float() if kind.startswith("zero") else Net(),
+        args=arguments,
+        train_dataset=Samples(),
+        eval_dataset=Samples(),
+        callbacks=[Watches()],
     )
     protect(trainer).train()
     return trainer.model
@@ -235,12 +264,23 @@ def lightning(kind: str, _directory: str) -> nn.Module:
     return module
 
 
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    """Return all of each parameter."""
+    if isinstance(model, FullyShardedDataParallel):
+        return list(model.state_dict().values())
+    parameters = list(model.parameters())
+    if any(hasattr(each, "ds_tensor") for each in parameters):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return [safe_get_full_fp32_param(each) for each in parameters]
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in parameters]
+
+
 def main(library: str, kind: str, gate: str, directory: str) -> None:
     say(pid=os.getpid(), world=int(os.environ["WORLD_SIZE"]))
     audit(Path(gate))
     model = {"accelerate": accelerate, "transformers": transformers, "lightning": lightning}[library](kind, directory)
-    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
-    say(parameters=[number for each in whole for number in each.detach().flatten().tolist()])
+    say(parameters=[number for each in whole(model) for number in each.detach().flatten().tolist()])
     if dist.is_initialized():
         dist.barrier()
     os._exit(0)  # for Gloo: a thread of it can abort in Python's own end (docs/api.md)
