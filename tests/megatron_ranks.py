@@ -141,7 +141,7 @@ class Trained:
             model.copy_(given[f"parameter {name}"])
         for number, chunk in enumerate(self.model):
             for name, each in chunk.named_buffers():
-                each.copy_(given[f"buffer {number}.{name}"])
+                each.data = given[f"buffer {number}.{name}"].clone()  # of the dtype that a first forward pass gives it
         for each, model, part, where in self.stepped():
             part.copy_(given[f"master {names[model]}"].view(-1)[where].view(part.shape))
             state = {"step": torch.tensor(given["step"])}
@@ -170,7 +170,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for key, value in expected.items():
         if isinstance(value, torch.Tensor):
-            assert found[key].dtype == value.dtype, key
+            assert found[key].dtype == value.dtype, (key, found[key].dtype, value.dtype)
             assert torch.equal(found[key], value), (key, found[key], value)
         else:
             assert found[key] == value, (key, found[key], value)

@@ -19,7 +19,7 @@ WITH_TENSOR_PARALLELISM = (5, 6)
 
 
 def run(act: str, directory: Path, size: int, numbers: "range | tuple[int, ...]") -> None:
-    said = run_trainers([str(RANKS), act, str(directory), *map(str, numbers)], size).splitlines()
+    said = run_trainers([str(RANKS), act, str(directory), *map(str, numbers)], size, timeout_s=800).splitlines()
     assert len([line for line in said if line.startswith(f"{act} ")]) == size * len(numbers), said
 
 
