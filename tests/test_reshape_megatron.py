@@ -15,6 +15,7 @@ RANKS = Path(__file__).with_name("megatron_ranks.py")
 EVERY = range(10)
 WHOLE = range(5)
 """Of the ways in which it trains, those in which each rank has the whole model."""
+BUCKETS = 2
 WITH_TENSOR_PARALLELISM = (5, 6)
 
 
@@ -32,6 +33,7 @@ def test_ranks_go_on_with_what_others_had(tmp_path: Path, before: int, afters: d
         run("load", tmp_path, after, numbers)
 
 
-def test_another_tensor_parallel_size_is_refused(tmp_path: Path) -> None:
-    run("make", tmp_path, 2, WITH_TENSOR_PARALLELISM)
+def test_what_divides_the_model_otherwise_is_refused(tmp_path: Path) -> None:
+    run("make", tmp_path, 2, (BUCKETS, *WITH_TENSOR_PARALLELISM))
+    run("refuse", tmp_path, 2, (BUCKETS, *WITH_TENSOR_PARALLELISM))
     run("refuse", tmp_path, 1, WITH_TENSOR_PARALLELISM)

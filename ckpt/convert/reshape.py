@@ -253,8 +253,8 @@ class _Reshaping(Assembly):
     ) -> Node:
         """Return the list of flat tensors, or of their states, below `key`; None if nothing tells what they have."""
         at = _FLATS[key]
-        flats = [self._flats_now.get(f"{name}.{at}.{number}") for number in range(len(now[at]) - 1)]
-        held = [
+        flats: list[Any] = [self._flats_now.get(f"{name}.{at}.{number}") for number in range(len(now[at]) - 1)]
+        held: list[_Partition] = [
             (rank, self._flats[rank].get(f"{name}.{at}.{number}"), node)
             for rank, parts in of_ranks.items()
             for number, node in enumerate(parts[key][1:])

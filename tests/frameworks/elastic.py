@@ -113,10 +113,11 @@ def audit(gate: Path) -> None:
 
 def zero(kind: str) -> dict[str, Any]:
     """Return DeepSpeed's configuration of a stage of ZeRO."""
-    # Its operator is for ranks of one host. A rank that is killed while it compiles that leaves a lock.
-    import deepspeed.comm.torch
+    import deepspeed
 
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    assert deepspeed
+    # Its operator is for ranks of one host. A rank that is killed while it compiles that leaves a lock.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     return {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": accumulated(),
@@ -127,7 +128,7 @@ def zero(kind: str) -> dict[str, Any]:
 
 
 def accelerate(kind: str, _directory: str) -> nn.Module:
-    if kind.startswith("fsdp"):
+    if kind != "ddp":
         import on_cpu
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import set_seed
@@ -136,7 +137,9 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
 
     set_seed(0)
     if kind.startswith("fsdp"):
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=int(kind[-1]), auto_wrap_policy="no_wrap")
+        # Accelerate gives no optimizer flat parameters.
+        kept = {"use_orig_params": True} if kind == "fsdp1" else {}
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=int(kind[-1]), auto_wrap_policy="no_wrap", **kept)
         accelerator = Accelerator(gradient_accumulation_steps=accumulated(), fsdp_plugin=plugin)
     elif kind.startswith("zero"):
         from accelerate import DeepSpeedPlugin
@@ -149,7 +152,7 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
     model, optimizer, loader, other = accelerator.prepare(
         model, optimizer_of(model), DataLoader(Samples(), BATCH, shuffle=True), DataLoader(Samples(), 4)
     )
-    if kind.startswith("fsdp"):
+    if kind != "ddp":
         on_cpu.scale_no_sums(model)
     checkpointer = AcceleratorCheckpointer(accelerator)
     checkpointer.restore()
@@ -167,7 +170,7 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
 
 
 def transformers(kind: str, directory: str) -> nn.Module:
-    if kind.startswith("fsdp"):
+    if kind != "ddp":
         import on_cpu
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -175,7 +178,7 @@ def transformers(kind: str, directory: str) -> nn.Module:
 
     class Watches(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-            if kind.startswith("fsdp"):
+            if kind != "ddp":
                 on_cpu.scale_no_sums(model)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, optimizer: Any = None, **__: Any) -> None:
@@ -185,7 +188,7 @@ def transformers(kind: str, directory: str) -> nn.Module:
     if kind.startswith("fsdp"):
         how = {"fsdp": True, "fsdp_config": {"version": int(kind[-1]), "sync_module_states": "false"}}
     elif kind.startswith("zero"):
-        how["deepspeed"] = zero(kind)
+        how = {"deepspeed": zero(kind)}
     arguments = TrainingArguments(
         output_dir=directory,
         num_train_epochs=EPOCHS,
