@@ -51,6 +51,13 @@ class Net(nn.Module):
 
 noted: list[list[int]] = []
 
+SINGLE = ("fsdp1", "zero2", "zero3")
+"""Kinds of training that cannot do all in double precision."""
+
+
+def net_of(kind: str) -> Net:
+    return Net().float() if kind in SINGLE else Net()
+
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0)
@@ -148,7 +155,7 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
         accelerator = Accelerator(gradient_accumulation_steps=accumulated(), deepspeed_plugin=plugin)
     else:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated())
-    model = Net().float() if kind.startswith("zero") else Net()
+    model = net_of(kind)
     model, optimizer, loader, other = accelerator.prepare(
         model, optimizer_of(model), DataLoader(Samples(), BATCH, shuffle=True), DataLoader(Samples(), 4)
     )
@@ -207,7 +214,7 @@ def transformers(kind: str, directory: str) -> nn.Module:
         **how,
     )
     trainer = Trainer(
-        model=Net().float() if kind.startswith("zero") else Net(),
+        model=net_of(kind),
         args=arguments,
         train_dataset=Samples(),
         eval_dataset=Samples(),
