@@ -22,7 +22,7 @@ LINEAR = (1, 9 / 10, 8 / 10, 8 / 12, 3 / 6, 2 / 6, 1 / 6)
 
 SHARDED = {
     "accelerate": ("fsdp2", "fsdp1", "zero2", "zero3"),
-    "transformers": ("fsdp2", "fsdp1", "zero2", "zero3"),
+    "transformers": ("fsdp2", "fsdp1", "zero2"),
     "lightning": ("fsdp2",),
 }
 
