@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 noted: list[list[int]] = []
 
-SINGLE = ("fsdp1", "zero2", "zero3")
+SINGLE = ("fsdp1",)
 """Kinds of training that cannot do all in double precision."""
 
 
@@ -118,22 +118,6 @@ def audit(gate: Path) -> None:
     Checkpointer.step, Checkpointer.restore = step, restored  # type: ignore[method-assign]
 
 
-def zero(kind: str) -> dict[str, Any]:
-    """Return DeepSpeed's configuration of a stage of ZeRO."""
-    import deepspeed
-
-    assert deepspeed
-    # Its operator is for ranks of one host. A rank that is killed while it compiles that leaves a lock.
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    return {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": accumulated(),
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": int(kind[-1])},
-    }
-
-
 def accelerate(kind: str, _directory: str) -> nn.Module:
     if kind != "ddp":
         import on_cpu
@@ -148,14 +132,9 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
         kept = {"use_orig_params": True} if kind == "fsdp1" else {}
         plugin = FullyShardedDataParallelPlugin(fsdp_version=int(kind[-1]), auto_wrap_policy="no_wrap", **kept)
         accelerator = Accelerator(gradient_accumulation_steps=accumulated(), fsdp_plugin=plugin)
-    elif kind.startswith("zero"):
-        from accelerate import DeepSpeedPlugin
-
-        plugin = DeepSpeedPlugin(hf_ds_config=zero(kind))
-        accelerator = Accelerator(gradient_accumulation_steps=accumulated(), deepspeed_plugin=plugin)
     else:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated())
-    model = net_of(kind)
+    model = Net()
     model, optimizer, loader, other = accelerator.prepare(
         model, optimizer_of(model), DataLoader(Samples(), BATCH, shuffle=True), DataLoader(Samples(), 4)
     )
@@ -194,8 +173,6 @@ def transformers(kind: str, directory: str) -> nn.Module:
     how: dict[str, Any] = {"use_cpu": True}
     if kind.startswith("fsdp"):
         how = {"fsdp": True, "fsdp_config": {"version": int(kind[-1]), "sync_module_states": "false"}}
-    elif kind.startswith("zero"):
-        how = {"deepspeed": zero(kind)}
     arguments = TrainingArguments(
         output_dir=directory,
         num_train_epochs=EPOCHS,
@@ -278,12 +255,7 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
     """Return all of each parameter."""
     if isinstance(model, FullyShardedDataParallel):
         return list(model.state_dict().values())
-    parameters = list(model.parameters())
-    if any(hasattr(each, "ds_tensor") for each in parameters):
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return [safe_get_full_fp32_param(each) for each in parameters]
-    return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in parameters]
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
 
 
 def main(library: str, kind: str, gate: str, directory: str) -> None:
