@@ -30,6 +30,7 @@ def engines(session: nox.Session) -> None:
     """Kill training with engines and frameworks, and compare; CI has few. Results: docs/internals/engines.md."""
     session.install("-c", "constraints.txt", "torch==2.13.0")
     session.install("-c", "constraints.txt", ".[engines,test,zoo]", env={"DS_BUILD_OPS": "0"})
-    files = [f"tests/test_{name}.py" for name in ("megatron", "deepspeed", "fsdp1", "frameworks", "framework_loops")]
+    names = ("megatron", "reshape_megatron", "deepspeed", "fsdp1", "elastic_flat", "frameworks", "framework_loops")
+    files = [f"tests/test_{name}.py" for name in names]
     every = ["-m", "nightly or not nightly"]
     session.run("python", "-P", "-m", "pytest", "-n", "0", *every, *(session.posargs or files))

@@ -1,4 +1,4 @@
-"""Runs with FSDP1 and ZeRO that go on without a lost host, as a run of so many ranks that begins with the same step."""
+"""Runs with FSDP1, ZeRO and Megatron go on without a lost host as a run that begins with the same step in its size."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,20 +26,25 @@ def flat(tree: Any, path: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["fsdp1", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("fsdp1-orig", "zero1", "zero2", "zero3"))],
+    [
+        "fsdp1",
+        "megatron",
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("fsdp1-orig", "zero1", "zero2", "zero3")),
+    ],
 )
 @pytest.mark.parametrize("ranks", [2])
 def test_run_without_a_lost_host_ends_as_one_that_begins_there(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, ranks: int
 ) -> None:
-    if kind.startswith("zero") and find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed (extra engines)")
+    package = "deepspeed" if kind.startswith("zero") else kind if kind == "megatron" else "torch"
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed (extra engines)")
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
     elastic = Elastic(run, steps=LAST)
     elastic._script = [str(SCRIPT), kind, str(run.root / "gate"), str(tmp_path / "made")]
     names = "abc"[: ranks + 1]
-    hosts = elastic.launch(names, f"1:{len(names)}", forked=not kind.startswith("zero"))
+    hosts = elastic.launch(names, f"1:{len(names)}", forked=package == "torch")
     elastic.train(4, hosts, ranks + 1)
     begun = torch.load(tmp_path / "made.4")
     hosts.pop().lose()

@@ -20,6 +20,12 @@ SIZES = ((2, "ab"), (3, "a"), (100, "abc"))
 LINEAR = (1, 9 / 10, 8 / 10, 8 / 12, 3 / 6, 2 / 6, 1 / 6)
 """The learning rate in each step, in hundredths: without a change two ranks take 10 steps, one 12, and three 6."""
 
+SHARDED = {
+    "accelerate": ("fsdp2", "fsdp1"),
+    "transformers": ("fsdp2",),
+    "lightning": ("fsdp2",),
+}
+
 
 class Run:
     """A run with --rr-elastic."""
@@ -89,11 +95,13 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, etcd_endpoint: str) -> I
     "run",
     [
         ("accelerate", "ddp"),
-        pytest.param(("accelerate", "fsdp2"), marks=pytest.mark.nightly),
         ("transformers", "ddp"),
-        pytest.param(("transformers", "fsdp2"), marks=pytest.mark.nightly),
         ("lightning", "ddp"),
-        pytest.param(("lightning", "fsdp2"), marks=pytest.mark.nightly),
+        *(
+            pytest.param((library, kind), marks=pytest.mark.nightly)
+            for library, kinds in SHARDED.items()
+            for kind in kinds
+        ),
     ],
     indirect=True,
     ids="-".join,

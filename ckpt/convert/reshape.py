@@ -24,6 +24,11 @@ from .captures import Captures
 
 _SHOWN: Final = 5
 _BUFFERS: Final = "buffers"
+_PLACES: Final = "places"
+_FLATS: Final = {"masters": "masters", "states": "masters", "halves": "halves"}
+"""Keys of an engine's state that have flat tensors, or what belongs to those below another key."""
+_OWN: Final = ("place", "index", "microbatches", FLAT)
+"""Keys of what follows from the number of ranks that there are now."""
 _EXPORT: Final = "start as many ranks as before, or export the step (resilientctl export) and load that in a new run id"
 _RESHARD: Final = (
     "Give the object a method reshard(states, rank, world_size), which returns what this rank is to load of the states "
@@ -73,6 +78,8 @@ class _Reshaping(Assembly):
         self._parameters = keyed_parameters(state.modules)
         self._others: list[str] = []  # of which the lowest rank's is taken
         self._rebuilt: set[str] = set()
+        self._engines: tuple[str, ...] = ()  # how the paths of what they have begin
+        self._elder: int | None = None  # whose random states this rank takes, if an engine tells it
 
     def tree(self) -> Node:
         saved = self._saved[self._first]
@@ -213,26 +220,60 @@ class _Reshaping(Assembly):
         return ["d", list(made), list(made.values())]
 
     def _engine(self, name: str, nodes: dict[int, Node]) -> Node:
-        """What DeepSpeed's `EngineState` has: ranks may have its flat weights in other groups, with their states."""
+        """What `EngineState` and `MegatronState` have: ranks may have flat tensors in other groups, with their states.
+
+        Of a model that is divided, a rank goes on with what those had that were in its place.
+        """
         self._rebuilt.add(name)
+        self._engines += (f"{name}: ",)
         now = entries(self._objects_now[name])
         of_ranks = {rank: entries(node) for rank, node in nodes.items()}
+        alike = {rank: parts for rank, parts in of_ranks.items() if parts.get("place") == now.get("place")}
+        if not alike:
+            self.refused.append(
+                f"{name}: no rank had {now['place']}, as this one has now. Change the number of data-parallel ranks "
+                "alone, or start as many ranks as before"
+            )
+            return nodes[self._first]
+        if "place" in now:
+            # As Megatron's own checkpoints: replicas have random states in common, or each its own.
+            self._elder = sorted(alike)[now["index"] % len(alike)]
         rule = Rule(flats=self._flats_now, may_differ=lambda path: path.startswith(f"{name}.buffers."))
-        flats = [self._flats_now.get(f"{name}.masters.{number}") for number in range(len(now["masters"]) - 1)]
-        held = [
-            (rank, self._flats[rank].get(f"{name}.masters.{number}"), state)
-            for rank, parts in of_ranks.items()
-            for number, state in enumerate(parts["states"][1:])
-        ]
         made = dict(now)
-        for key in now:
-            path, found = f"{name}.{key}", {rank: parts[key] for rank, parts in of_ranks.items() if key in parts}
-            if key in ("masters", "states") and None not in flats and None not in (flat for _, flat, _ in held):
-                make = self._master if key == "masters" else self._state_of
-                made[key] = ["l", *(make(f"{path}.{number}", flat, held) for number, flat in enumerate(flats))]
-            elif key != FLAT:
-                made[key] = self._walk(path, found, rule)
+        for key in (each for each in now if each not in _OWN):
+            found = {rank: parts[key] for rank, parts in alike.items() if key in parts}
+            if key == "rng" and self._elder is not None:
+                found = {self._elder: found[self._elder]}
+            partitions = self._partitions(name, key, now, of_ranks) if key in _FLATS else None
+            made[key] = self._walk(f"{name}.{key}", found, rule) if partitions is None else partitions
         return ["d", list(made), list(made.values())]
+
+    def _partitions(
+        self, name: str, key: str, now: Mapping[str, Node], of_ranks: Mapping[int, Mapping[str, Node]]
+    ) -> Node:
+        """Return the list of flat tensors, or of their states, below `key`; None if nothing tells what they have."""
+        at = _FLATS[key]
+        flats: list[Any] = [self._flats_now.get(f"{name}.{at}.{number}") for number in range(len(now[at]) - 1)]
+        held: list[_Partition] = [
+            (rank, self._flats[rank].get(f"{name}.{at}.{number}"), node)
+            for rank, parts in of_ranks.items()
+            for number, node in enumerate(parts[key][1:])
+        ]
+        if None in flats or None in (flat for _, flat, _ in held):
+            return None
+        is_told = not any(isinstance(flat.ranges, str) for flat in (*flats, *(flat for _, flat, _ in held)))
+        having: dict[str, dict[int, _Partition]] = {}
+        for number, each in enumerate(held if is_told else ()):
+            for part in each[1].ranges:
+                having.setdefault(part.name, {})[number] = each
+        make = self._state_of if key == "states" else self._master
+        made = []
+        for number, flat in enumerate(flats):
+            several: dict[int, _Partition] = {}
+            for part in flat.ranges if is_told else ():
+                several |= having.get(part.name, {})
+            made.append(make(f"{name}.{key}.{number}", flat, list(several.values()) or held))
+        return ["l", *made]
 
     def _master(self, path: str, now: Any, held: Sequence[_Partition]) -> Node:
         return self._flat(path, [(rank, flat.index, flat.ranges) for rank, flat, _ in held], now, path)
@@ -307,12 +348,13 @@ class _Reshaping(Assembly):
     def _rng(self) -> Node:
         """A rank goes on with its own generators; one that there was not derives its own from those of the first."""
         if self._world_size > len(self._saved) and self._saved[self._first]["rng"] is not None:
+            derived = "what is derived from those of rank 0" if self._elder is None else "those of their replicas"
             self.told.append(
-                f"ranks from {len(self._saved)} on are new, and their random number generators begin with what is "
-                "derived from those of rank 0"
+                f"ranks from {len(self._saved)} on are new, and their random number generators begin with {derived}"
             )
-        if self._rank in self._saved:
-            return self._walk("rng", {self._rank: self._saved[self._rank]["rng"]}, Rule())
+        source = self._rank if self._elder is None else self._elder
+        if source in self._saved:
+            return self._walk("rng", {source: self._saved[source]["rng"]}, Rule())
         state = self._value(self._first, self._saved[self._first]["rng"])
         return None if state is None else self._given("rng", derived_rng(state, self._rank))
 
@@ -324,6 +366,8 @@ class _Reshaping(Assembly):
             kept[kind] = {}
             for path in dict.fromkeys(path for each in found for path in each.get(kind, {})):
                 digests = {each[kind][path] for each in found if path in each.get(kind, {})}
+                if kind == _PLACES and path.startswith(self._engines):
+                    continue  # for which tensors there are states: those below the engine's name are all that it has
                 if len(digests) == 1:
                     kept[kind][path] = digests.pop()
                 elif kind != _BUFFERS:

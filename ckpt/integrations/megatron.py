@@ -1,10 +1,13 @@
 """Megatron: what its model chunks, optimizers, schedule and random states hold, as one object for a Checkpointer."""
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 
 from ..errors import StateError
+from ..state.flat import FLAT, Range, Ranges, description
 from .common import framework, freeze, frozen
 
 _KEPT: Final = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
@@ -15,6 +18,16 @@ _COUNTERS: Final = (
     "consumed_valid_samples",
     "num_floating_point_operations_so_far",
 )
+_PARTS: Final = (
+    ("float16_groups", "fp32_from_float16_groups"),
+    ("model_fp32_groups", "shard_fp32_groups"),
+    ("model_float16_groups", "shard_fp32_from_float16_groups"),
+    ("model_float16_groups", "shard_float16_groups"),
+)
+"""Where an optimizer has parameters of the model, and in the same places what it makes of each."""
+_DENSE: Final = ("tensor_model_parallel", "pipeline_model_parallel")
+_EXPERTS: Final = ("expert_tensor_parallel", "expert_model_parallel", "pipeline_model_parallel")
+"""What divides parameters among ranks, those of experts and all others, as `parallel_state` calls it."""
 
 
 class MegatronState:
@@ -33,7 +46,8 @@ class MegatronState:
     Kept are parameters and buffers of the model chunks, which parameters are frozen, fp32 weights, optimizer states and
     options, the loss scale, the schedule, the states of Megatron's random generators, the microbatch calculator and the
     counters in `args`. Of what a distributed optimizer shards, each rank keeps its own shard: loading gathers the rest,
-    so all ranks have to.
+    so all ranks have to. What it has of which parameters is told, so that another number of data-parallel ranks can go
+    on with it.
     """
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any = None, args: Any = None) -> None:
@@ -58,14 +72,13 @@ class MegatronState:
                 "MegatronState"
             )
         self._chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-        self._optimizer, self._scheduler, self._args = optimizer, scheduler, args
-        self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-        for each in {optimizer, *self._optimizers}:
+        self._scheduler, self._args = scheduler, args
+        every = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        self._covered = [optimizer, *every, self._random._CUDA_RNG_STATE_TRACKER]
+        for each in {optimizer, *every}:
             if (kind := type(each).__qualname__) not in _KEPT and (kind, each) != ("ChainedOptimizer", optimizer):
                 raise StateError(f"Megatron's {kind} is not supported: use one of {', '.join(_KEPT)}")
-        settings = [
-            vars(each).get(of) for each in [*self._optimizers, *self._chunks] for of in ("config", "ddp_config")
-        ]
+        settings = [vars(each).get(of) for each in [*every, *self._chunks] for of in ("config", "ddp_config")]
         for name in _UNTRIED:
             if any(getattr(each, name, None) for each in settings):
                 raise StateError(f"Megatron's {name} is not supported: train without it, or without a Checkpointer")
@@ -73,13 +86,14 @@ class MegatronState:
         if any(
             not known.issuperset(map(id, _trained(each)))
             or not set(self._chunks).issuperset(getattr(each, "model_chunks", ()))
-            for each in self._optimizers
+            for each in every
         ):
             raise StateError(
                 "the optimizer trains what is not in model: give all chunks, as get_megatron_optimizer() has them"
             )
+        self._optimizers = [each for each in every if not each.is_stub_optimizer]
         # Ranks gather these parameters from each other: what one has of the others' may be of the step before.
-        self._gathered = {chunk for each in self._optimizers for chunk in getattr(each, "model_chunks", ())}
+        self._gathered = {chunk for each in every for chunk in getattr(each, "model_chunks", ())}
         self._sharded = {
             id(parameter)
             for chunk in self._gathered
@@ -87,10 +101,12 @@ class MegatronState:
             for bucket in group.buckets
             for parameter in bucket.params
         }
+        self._parallel = framework("megatron.core.parallel_state")
+        self._place, self._index = self._find_place()
 
     def covers(self) -> list[Any]:
         """Return the objects of which this keeps all."""
-        return [self._optimizer, *self._optimizers, self._random._CUDA_RNG_STATE_TRACKER]
+        return self._covered
 
     def differs_between_ranks(self) -> list[Any]:
         """Return this object: its shards are those of one rank."""
@@ -99,26 +115,74 @@ class MegatronState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank, its tensors by reference."""
         tracker = self._random._CUDA_RNG_STATE_TRACKER
+        inner = [each.optimizer.state_dict() for each in self._optimizers]
+        scalers = (getattr(each, "grad_scaler", None) for each in self._optimizers)
+        masters, halves = self._masters(), self._halves()
         return {
-            "model": [self._whole(chunk) for chunk in self._chunks],
+            "place": self._place,
+            "index": self._index,
+            "parameters": self._parameters(masters),
+            "buffers": dict(self._named("named_buffers")),
+            "sharded": self._names_of_shards(),
             "frozen": [frozen(chunk) for chunk in self._chunks],
-            "optimizers": [_optimizer_state(each) for each in self._optimizers],
+            "masters": masters,
+            "halves": halves,
+            "states": [
+                state["state"].get(number, {})
+                for state in inner
+                for group in state["param_groups"]
+                for number in group["params"]
+            ],
+            "options": [
+                {name: option for name, option in group.items() if name != "params"}
+                for state in inner
+                for group in state["param_groups"]
+            ],
+            "scaling": [{} if scaler is None else scaler.state_dict() for scaler in scalers],
             "scheduler": _plain(self._scheduler),
             "rng": {} if tracker is None else {name: _rng_state(each) for name, each in tracker.states_.items()},
             "microbatches": _plain(self._microbatches._GLOBAL_NUM_MICROBATCHES_CALCULATOR),
             "counters": {name: getattr(self._args, name) for name in _COUNTERS if hasattr(self._args, name)},
+            FLAT: self._flats(masters, halves),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a state that `state_dict` returned, and gather the shards of all ranks."""
-        for chunk, saved in zip(self._chunks, state["model"], strict=True):
-            for name, tensor in self._whole(chunk).items():
-                tensor.copy_(saved[name])
-        for chunk, names in zip(self._chunks, state.get("frozen", [None] * len(self._chunks)), strict=True):
+        """Take a state that `state_dict` returned, and gather the shards of all ranks.
+
+        Raises:
+            StateError: It is that of another part of the model, or of optimizers that divide it otherwise.
+        """
+        masters, halves = self._masters(), self._halves()
+        if (had := state.get("place", "what an earlier version kept")) != self._place:
+            raise StateError(
+                f"this rank had {had}, and has {self._place} now: give Megatron the parallel sizes that it had"
+            )
+        if (state["sharded"], state[FLAT]) != (self._names_of_shards(), self._flats(masters, halves)):
+            raise StateError(
+                "Megatron's optimizer has other parameters or shards than in the checkpoint: give it the model, the "
+                "groups and the bucket_size that it had"
+            )
+        for name, tensor in self._parameters(masters).items():
+            tensor.copy_(state["parameters"][name])
+        for name, tensor in self._named("named_buffers"):
+            tensor.copy_(state["buffers"][name])
+        for chunk, names in zip(self._chunks, state["frozen"], strict=True):
             freeze(chunk, names)
-        for each, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            _load_optimizer(each, saved)
+        for tensor, saved in zip([*masters, *halves], [*state["masters"], *state["halves"]], strict=True):
+            tensor.copy_(saved)
+        groups = [(each.optimizer, group) for each in self._optimizers for group in each.optimizer.param_groups]
+        # As they are: the optimizer's own method would cast them.
+        for (inner, master), saved in zip(
+            [(inner, each) for inner, group in groups for each in group["params"]], state["states"], strict=True
+        ):
+            if saved:
+                inner.state[master] = saved
+        for (_, group), options in zip(groups, state["options"], strict=True):
+            group.update(options)
+        for each, saved in zip(self._optimizers, state["scaling"], strict=True):
+            if saved:
+                each.grad_scaler.load_state_dict(saved)
         for target, saved in (
             (self._scheduler, state["scheduler"]),
             (self._microbatches._GLOBAL_NUM_MICROBATCHES_CALCULATOR, state["microbatches"]),
@@ -137,37 +201,76 @@ class MegatronState:
             if chunk in self._gathered:
                 chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
-    def _whole(self, chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers of a chunk that no optimizer shards."""
-        every = [*chunk.named_parameters(), *chunk.named_buffers()]
-        return {name: tensor for name, tensor in every if id(tensor) not in self._sharded}
+    def _find_place(self) -> tuple[str, int]:
+        """Return what this rank has of the model, "" if nothing tells it, and its number among those with the same."""
+        parallel = self._parallel
+        if not parallel.model_parallel_is_initialized():
+            return "", dist.get_rank()
+        replicas = [
+            set(dist.get_process_group_ranks(group))
+            for group in (parallel.get_data_parallel_group(), parallel.get_expert_data_parallel_group())
+        ]
+        place = f"{self._part(*_DENSE, 'context_parallel', *_EXPERTS[:2])} in {len(self._chunks)} chunk(s)"
+        return place, sorted(set.intersection(*replicas)).index(dist.get_rank())
 
+    def _part(self, *divided: str) -> str:
+        """Return which of how many parts this rank has, of what is divided by these kinds of parallelism."""
+        parts = []
+        for name in divided:
+            rank, size = (getattr(self._parallel, f"get_{name}_{what}")() for what in ("rank", "world_size"))
+            parts += [f"{name} rank {rank} of {size}"] if size > 1 else []
+        return ", ".join(parts) or "the whole model"
 
-def _optimizer_state(optimizer: Any) -> dict[str, Any]:
-    if optimizer.is_stub_optimizer:
-        return {}
-    scaler = getattr(optimizer, "grad_scaler", None)
-    return {
-        "weights": _weights(optimizer),
-        "inner": optimizer.optimizer.state_dict(),
-        "scaler": {} if scaler is None else scaler.state_dict(),
-    }
+    def _named(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, chunk in enumerate(self._chunks):
+            for name, tensor in getattr(chunk, kind)():
+                yield f"{number}.{name}", tensor
 
+    def _parameters(self, masters: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the parameters that no optimizer shards, or steps itself."""
+        others = {*self._sharded, *map(id, masters)}
+        return {name: each for name, each in self._named("named_parameters") if id(each) not in others}
 
-def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Fill the weights, and give the inner optimizer the rest as it is: its own method would cast it."""
-    if optimizer.is_stub_optimizer:
-        return
-    for tensor, saved in zip(_weights(optimizer), state["weights"], strict=True):
-        tensor.copy_(saved)
-    inner, saved = optimizer.optimizer, state["inner"]
-    for group, options in zip(inner.param_groups, saved["param_groups"], strict=True):
-        for parameter, index in zip(group["params"], options["params"], strict=True):
-            if index in saved["state"]:
-                inner.state[parameter] = saved["state"][index]
-        group.update({name: option for name, option in options.items() if name != "params"})
-    if state["scaler"]:
-        optimizer.grad_scaler.load_state_dict(state["scaler"])
+    def _names_of_shards(self) -> list[str]:
+        return [name for name, each in self._named("named_parameters") if id(each) in self._sharded]
+
+    def _masters(self) -> list[torch.Tensor]:
+        """Return what the inner optimizers step."""
+        return [each for held in self._optimizers for group in held.optimizer.param_groups for each in group["params"]]
+
+    def _halves(self) -> list[torch.Tensor]:
+        """Return the shards of the model's parameters of which the inner optimizers step copies."""
+        groups = (group for each in self._optimizers for group in getattr(each, "shard_float16_groups", []))
+        return [shard for group in groups for shard in group]
+
+    def _flats(self, masters: list[torch.Tensor], halves: list[torch.Tensor]) -> str:
+        return description(self, [*map(id, masters), *map(id, halves)], lambda: self._ranges(masters, halves))
+
+    def _ranges(self, masters: list[torch.Tensor], halves: list[torch.Tensor]) -> dict[str, Ranges]:
+        """Return what the optimizers' tensors have of parameters, by their paths in the state."""
+        names = {id(tensor): name for name, tensor in self._named("named_parameters")}
+        made: dict[int, tuple[Any, torch.Tensor, int]] = {}
+        for each in self._optimizers:
+            for number, group in enumerate(each.optimizer.param_groups):
+                made |= {id(tensor): (each, tensor, number) for tensor in group["params"]}
+            for models, parts in _PARTS:
+                several = zip(getattr(each, models, []), getattr(each, parts, []), strict=True)
+                for number, pair in enumerate(several):
+                    made |= {id(part): (each, model, number) for model, part in zip(*pair, strict=True)}
+        found: dict[str, Ranges] = {}
+        for kind, tensors in (("masters", masters), ("halves", halves)):
+            for number, tensor in enumerate(tensors):
+                optimizer, model, group = made[id(tensor)]
+                begin, size = 0, model.numel()
+                if hasattr(optimizer, "model_param_gbuf_map"):
+                    shard = optimizer._get_model_param_range_map(model)["param"]
+                    begin, size = shard.start, shard.size
+                part = self._part(*(_DENSE if getattr(model, "allreduce", True) else _EXPERTS)) if self._place else ""
+                name = f"{names[id(model)]} of group {group} ({part})"
+                is_told = part and model.is_contiguous() and tensor.is_contiguous() and tensor.numel() == size
+                told = [Range(name, tuple(model.shape), begin, 0, size)]
+                found[f"{kind}.{number}"] = told if is_told else f"Megatron does not tell what ranks have of {name}"
+        return found
 
 
 def _trained(optimizer: Any) -> list[torch.Tensor]:
@@ -175,12 +278,6 @@ def _trained(optimizer: Any) -> list[torch.Tensor]:
     halves = [parameter for group in getattr(optimizer, "float16_groups", []) for parameter in group]
     groups = [] if optimizer.is_stub_optimizer else optimizer.optimizer.param_groups
     return halves + [each for group in groups for each in group["params"] if isinstance(each, torch.nn.Parameter)]
-
-
-def _weights(optimizer: Any) -> list[torch.Tensor]:
-    """Return what the inner optimizer steps, and the shards of model parameters that are copies of it."""
-    stepped = [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
-    return stepped + [shard for group in getattr(optimizer, "shard_float16_groups", []) for shard in group]
 
 
 def _rng_state(state: torch.Tensor | torch.Generator) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A loop of a framework whose number of ranks may change: `elastic.py LIBRARY ddp|fsdp2 GATE DIRECTORY`.
+"""A loop of a framework whose number of ranks may change: `elastic.py LIBRARY KIND GATE DIRECTORY`.
 
 Says which samples each rank had in each step once it is committed; no step begins before GATE says at least its number.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 from resilient_run import Checkpointer
@@ -111,7 +111,7 @@ def audit(gate: Path) -> None:
 
 
 def accelerate(kind: str, _directory: str) -> nn.Module:
-    if kind == "fsdp2":
+    if kind != "ddp":
         import on_cpu
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import set_seed
@@ -119,8 +119,10 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
     from resilient_run.integrations.accelerate import AcceleratorCheckpointer
 
     set_seed(0)
-    if kind == "fsdp2":
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    if kind.startswith("fsdp"):
+        # Accelerate gives no optimizer flat parameters.
+        kept = {"use_orig_params": True} if kind == "fsdp1" else {}
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=int(kind[-1]), auto_wrap_policy="no_wrap", **kept)
         accelerator = Accelerator(gradient_accumulation_steps=accumulated(), fsdp_plugin=plugin)
     else:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated())
@@ -128,7 +130,7 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
     model, optimizer, loader, other = accelerator.prepare(
         model, optimizer_of(model), DataLoader(Samples(), BATCH, shuffle=True), DataLoader(Samples(), 4)
     )
-    if kind == "fsdp2":
+    if kind != "ddp":
         on_cpu.scale_no_sums(model)
     checkpointer = AcceleratorCheckpointer(accelerator)
     checkpointer.restore()
@@ -146,7 +148,7 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
 
 
 def transformers(kind: str, directory: str) -> nn.Module:
-    if kind == "fsdp2":
+    if kind != "ddp":
         import on_cpu
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -154,13 +156,15 @@ def transformers(kind: str, directory: str) -> nn.Module:
 
     class Watches(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-            if kind == "fsdp2":
+            if kind != "ddp":
                 on_cpu.scale_no_sums(model)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, optimizer: Any = None, **__: Any) -> None:
             say(at=state.global_step, rate=optimizer.param_groups[0]["lr"])
 
-    how = {"fsdp": True, "fsdp_config": {"version": 2}} if kind == "fsdp2" else {"use_cpu": True}
+    how: dict[str, Any] = {"use_cpu": True}
+    if kind.startswith("fsdp"):
+        how = {"fsdp": True, "fsdp_config": {"version": int(kind[-1])}}
     arguments = TrainingArguments(
         output_dir=directory,
         num_train_epochs=EPOCHS,
@@ -179,7 +183,11 @@ def transformers(kind: str, directory: str) -> nn.Module:
         **how,
     )
     trainer = Trainer(
-        model=Net(), args=arguments, train_dataset=Samples(), eval_dataset=Samples(), callbacks=[Watches()]
+        model=Net(),
+        args=arguments,
+        train_dataset=Samples(),
+        eval_dataset=Samples(),
+        callbacks=[Watches()],
     )
     protect(trainer).train()
     return trainer.model
@@ -235,12 +243,18 @@ def lightning(kind: str, _directory: str) -> nn.Module:
     return module
 
 
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    """Return all of each parameter."""
+    if isinstance(model, FullyShardedDataParallel):
+        return list(model.state_dict().values())
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
+
+
 def main(library: str, kind: str, gate: str, directory: str) -> None:
     say(pid=os.getpid(), world=int(os.environ["WORLD_SIZE"]))
     audit(Path(gate))
     model = {"accelerate": accelerate, "transformers": transformers, "lightning": lightning}[library](kind, directory)
-    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
-    say(parameters=[number for each in whole for number in each.detach().flatten().tolist()])
+    say(parameters=[number for each in whole(model) for number in each.detach().flatten().tolist()])
     if dist.is_initialized():
         dist.barrier()
     os._exit(0)  # for Gloo: a thread of it can abort in Python's own end (docs/api.md)

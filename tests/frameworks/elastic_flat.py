@@ -1,4 +1,4 @@
-"""A loop of FSDP1 or ZeRO whose number of ranks may change: `elastic_flat.py KIND GATE FILES [STEP]`.
+"""A loop of FSDP1, ZeRO or Megatron whose number of ranks may change: `elastic_flat.py KIND GATE FILES [STEP]`.
 
 After each step, FILES.step has what the library itself gathers. No step begins before GATE says at least its number.
 With STEP there is no `Checkpointer`: the library takes over what FILES.STEP has, and the rest of the run follows.
@@ -119,13 +119,30 @@ class Zero:
             of_parameter["step"].fill_(steps)
 
 
+class Megatron:
+    def __init__(self, kind: str) -> None:
+        import megatron_ranks
+
+        megatron_ranks.with_megatron.on_cpu()
+        self.trained = megatron_ranks.Trained("--dtype bf16 --distributed --overlap", 3)
+        self.registered = {"megatron": self.trained.state}
+        self.gathered, self.take = self.trained.gathered, self.trained.take
+
+    def step(self, inputs: torch.Tensor) -> None:
+        """Take a step with Megatron's own data, which follow from the samples that all ranks have consumed."""
+        self.trained.train(1)
+
+
+KINDS: dict[str, Any] = {"fsdp1": Fsdp1, "zero": Zero, "megatron": Megatron}
+
+
 def main(kind: str, gate: str, files: str, begin: str = "") -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     say(pid=os.getpid(), world=ranks)
     warnings.simplefilter("ignore", FutureWarning)
     if kind.startswith("fsdp1"):
         dist.init_process_group("gloo")
-    trained = Fsdp1(kind) if kind.startswith("fsdp1") else Zero(kind)
+    trained = next(made for name, made in KINDS.items() if kind.startswith(name))(kind)
     checkpointer = None if begin else Checkpointer(**trained.registered)
     step = int(begin) if checkpointer is None else checkpointer.restore()
     if begin:

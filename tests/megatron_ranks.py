@@ -1,0 +1,256 @@
+"""A rank of Megatron loads what other numbers of ranks had, and goes on as ranks that are given the same by hand.
+
+`megatron_ranks.py make DIRECTORY NUMBER…`: the ranks of this run train in each of these `WAYS`, and capture.
+`megatron_ranks.py load DIRECTORY NUMBER…`: those of this one load that. With `refuse`, none may.
+"""
+
+import argparse
+import logging
+import os
+import shlex
+import sys
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_ranks import Holders, capture
+from megatron.core import num_microbatches_calculator as microbatches
+from megatron.core import parallel_state, tensor_parallel
+
+from resilient_run.ckpt.errors import StateError
+from resilient_run.ckpt.format.manifest import parse
+from resilient_run.ckpt.format.slot import Slot
+from resilient_run.ckpt.state.state import TrainingState
+from resilient_run.integrations.megatron import MegatronState
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import with_megatron
+
+WAYS = (
+    "--dtype fp32",
+    "--dtype bf16 --overlap",
+    "--dtype fp32 --distributed --overlap",
+    "--dtype bf16 --distributed --rampup 12 12 200",
+    "--dtype fp16 --distributed --overlap",
+    "--dtype bf16 --tensor 2",
+    "--dtype bf16 --distributed --tensor 2",
+    "--dtype bf16 --distributed --pipeline 2 --chunks 2 --layers 4",
+    "--dtype bf16 --distributed --expert 2 --experts 4",
+    "--dtype fp32 --expert 2 --experts 4",
+)
+STEPS = 3
+
+
+class Trained:
+    """What a rank trains, made anew with other weights for each seed."""
+
+    def __init__(self, way: str, seed: int) -> None:
+        with mock.patch("sys.argv", ["", *shlex.split(way), "--global-batch", "24", "--seed", str(seed)]):
+            self.args = with_megatron.arguments()
+        with_megatron.initialize_megatron(self.args)
+        self.model, self.optimizer, self.scheduler = with_megatron.setup_model_and_optimizer(self.args)
+        self.state = MegatronState(self.model, self.optimizer, self.scheduler, self.args)
+        self.overlapped = self.args.overlap and self.args.distributed
+
+    def train(self, steps: int) -> list[Any]:
+        iterator = with_megatron.build_data_iterator(self.args, self.model, self.args.consumed_train_samples)
+        if self.overlapped:
+            for chunk in self.model:
+                chunk.disable_forward_pre_hook(param_sync=False)
+        told = []
+        for _ in range(steps):
+            microbatches.update_num_microbatches(self.args.consumed_train_samples, consistency_check=False)
+            step = with_megatron.train_step(self.args, iterator, self.model, self.optimizer, self.scheduler)
+            told.append((*step, microbatches.get_num_microbatches()))
+            for chunk in self.model if self.overlapped else ():
+                chunk.start_param_sync(force_sync=True)
+        for chunk in self.model if self.overlapped else ():
+            chunk.enable_forward_pre_hook()
+        return told
+
+    def end(self) -> None:
+        parallel_state.destroy_model_parallel()
+        microbatches.destroy_num_microbatches_calculator()
+
+    def stepped(self) -> Any:
+        """Yield each optimizer, a parameter of the model, what is stepped for it here, and which part of it that is."""
+        for each in self.optimizer.chained_optimizers:
+            kind = type(each).__name__
+            if kind == "DistributedOptimizer":
+                models = (each.model_fp32_groups, each.model_float16_groups)
+                parts = (each.shard_fp32_groups, each.shard_fp32_from_float16_groups)
+            elif kind == "FP32Optimizer":
+                models = parts = ([group["params"] for group in each.optimizer.param_groups],)
+            else:
+                models = (each.float16_groups, each.fp32_from_fp32_groups)
+                parts = (each.fp32_from_float16_groups, each.fp32_from_fp32_groups)
+            for several in zip(models, parts, strict=True):
+                for model, part in zip(*(chain(*groups) for groups in several), strict=True):
+                    begin, end = 0, model.numel()
+                    if kind == "DistributedOptimizer":
+                        shard = each._get_model_param_range_map(model)["param"]
+                        begin, end = shard.start, shard.end
+                    yield each, model, part, slice(begin, end)
+
+    def names(self) -> dict[Any, str]:
+        return {each: f"{n}.{name}" for n, chunk in enumerate(self.model) for name, each in chunk.named_parameters()}
+
+    def gathered(self) -> dict[str, Any]:
+        """Return all of what this rank has of the model, its fp32 weights and moments whole, and the rest as it is."""
+        names = self.names()
+        found: dict[str, Any] = {f"parameter {name}": each.detach().clone() for each, name in names.items()}
+        for number, chunk in enumerate(self.model):
+            found |= {f"buffer {number}.{name}": each.clone() for name, each in chunk.named_buffers()}
+        held = {model: (each, part, where) for each, model, part, where in self.stepped()}
+        for model, name in names.items():
+            for key in ("master", "exp_avg", "exp_avg_sq"):
+                # As integers, of which adding zero changes no bit.
+                whole = torch.zeros(model.numel(), dtype=torch.int32)
+                if model in held:
+                    each, part, where = held[model]
+                    values = part.detach() if key == "master" else each.optimizer.state[part][key]
+                    whole[where] = values.view(-1).view(torch.int32)
+                if self.args.distributed:
+                    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+                    if not getattr(model, "allreduce", True):
+                        group = parallel_state.get_expert_data_parallel_group()
+                    dist.all_reduce(whole, group=group)
+                found[f"{key} {name}"] = whole.view(torch.float32).view(model.shape)
+        (step,) = {float(each.optimizer.state[part]["step"]) for each, part, _ in held.values()}
+        found["step"] = step
+        for number, each in enumerate(self.optimizer.chained_optimizers):
+            groups = each.optimizer.param_groups
+            found[f"options {number}"] = [{key: group[key] for key in group if key != "params"} for group in groups]
+            scaler = getattr(each, "grad_scaler", None)
+            found[f"scale {number}"] = scaler.state_dict() if scaler else None
+        kinds = (bool, int, float, str)
+        found["schedule"] = {key: each for key, each in vars(self.scheduler).items() if isinstance(each, kinds)}
+        found["counters"] = self.args.consumed_train_samples, self.args.consumed_valid_samples
+        found["random"] = torch.get_rng_state()
+        found |= {f"tracker {name}": each for name, each in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
+        return found
+
+    @torch.no_grad()
+    def take(self, given: dict[str, Any]) -> None:
+        """Go on with what `gathered` returned."""
+        names = self.names()
+        for model, name in names.items():
+            model.copy_(given[f"parameter {name}"])
+        for number, chunk in enumerate(self.model):
+            for name, each in chunk.named_buffers():
+                each.data = given[f"buffer {number}.{name}"].clone()  # of the dtype that a first forward pass gives it
+        for each, model, part, where in self.stepped():
+            part.copy_(given[f"master {names[model]}"].view(-1)[where].view(part.shape))
+            state = {"step": torch.tensor(given["step"])}
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = given[f"{key} {names[model]}"].view(-1)[where].view(part.shape).clone()
+            each.optimizer.state[part] = state
+        for number, each in enumerate(self.optimizer.chained_optimizers):
+            for group, options in zip(each.optimizer.param_groups, given[f"options {number}"], strict=True):
+                group.update(options)
+            if given[f"scale {number}"] is not None:
+                each.grad_scaler.load_state_dict(given[f"scale {number}"])
+        vars(self.scheduler).update(given["schedule"])
+        self.args.consumed_train_samples, self.args.consumed_valid_samples = given["counters"]
+        torch.set_rng_state(given["random"])
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        tracker.set_states({name: given[f"tracker {name}"] for name in tracker.get_states()})
+
+
+def place() -> str:
+    """Return what this rank has of the model, as a name of a file."""
+    kinds = ("tensor_model", "pipeline_model", "expert_model")
+    return "".join(str(getattr(parallel_state, f"get_{kind}_parallel_rank")()) for kind in kinds)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert found[key].dtype == value.dtype, (key, found[key].dtype, value.dtype)
+            assert torch.equal(found[key], value), (key, found[key], value)
+        else:
+            assert found[key] == value, (key, found[key], value)
+
+
+def make(directory: Path, number: int) -> None:
+    trained = Trained(WAYS[number], 3)
+    told = trained.train(STEPS)
+    assert any(succeeded for _, _, succeeded, _ in told), told
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    gathered = trained.gathered()
+    state = TrainingState({"megatron": trained.state}, rng=True)
+    capture(directory / f"{number}.{rank}", state, rank=rank, world_size=ranks).close()
+    if trained.state.state_dict()["index"] == 0:
+        torch.save(gathered, directory / f"{number}.whole.{place()}")
+    trained.end()
+
+
+def load(directory: Path, number: int) -> None:
+    rank, ranks, before = dist.get_rank(), dist.get_world_size(), len(list(directory.glob(f"{number}.[0-9]")))
+    trained = Trained(WAYS[number], 5)
+    expected = torch.load(directory / f"{number}.whole.{place()}", weights_only=False)
+    if number % 2:
+        trained.train(1)  # what it is loaded into has states, or has none
+    slots = {each: Slot.open(directory / f"{number}.{each}", writable=True) for each in range(before)}
+    holders = Holders({"a": slots})
+    holders.load(TrainingState({"megatron": trained.state}, rng=True), rank, ranks, before)
+    assert_same(trained.gathered(), expected)
+    went_on = trained.train(2), trained.gathered()
+    trained.end()
+    by_hand = Trained(WAYS[number], 7)
+    by_hand.take(expected)
+    assert_same(by_hand.gathered(), expected)
+    told = by_hand.train(2)
+    assert went_on[0] == told, (went_on[0], told)
+    assert_same(by_hand.gathered(), went_on[1])
+    by_hand.end()
+    holders.close()
+
+
+def refuse(directory: Path, number: int) -> None:
+    """Nothing is changed where other ranks divide the model, or the optimizer's buckets are others."""
+    rank, ranks, before = dist.get_rank(), dist.get_world_size(), len(list(directory.glob(f"{number}.[0-9]")))
+    trained = Trained(WAYS[number].replace("--tensor 2", "--tensor 1").replace("--overlap", ""), 5)
+    trained.train(1)
+    was = trained.gathered()
+    slots = {each: Slot.open(directory / f"{number}.{each}", writable=True) for each in range(before)}
+    state = TrainingState({"megatron": trained.state}, rng=False)
+    told = r"(no rank|this rank) had|Megatron's optimizer has other parameters or shards than in the checkpoint"
+    if ranks == before:
+        header = slots[rank].header()
+        whole = torch.frombuffer(slots[rank].buffer, dtype=torch.uint8)
+        manifest = parse(slots[rank].manifest(), header.payload_bytes)
+        loading = partial(state.load, manifest, whole[header.payload_offset : header.used_bytes])
+    else:
+        loading = partial(Holders({"a": slots}).load, state, rank, ranks, before)
+    with pytest.raises(StateError, match=told):
+        loading()
+    assert_same(trained.gathered(), was)
+    trained.end()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("act", choices=("make", "load", "refuse"))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("numbers", type=int, nargs="+")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    with_megatron.on_cpu()
+    with_megatron.dist.init_process_group = lambda *_: None  # once for all ways
+    for number in args.numbers:
+        globals()[args.act](args.directory, number)
+        os.write(1, f"{args.act} {dist.get_rank()} {number}\n".encode())
+    dist.barrier()
+    os._exit(0)  # for Gloo: a thread of it can abort in Python's own end (docs/api.md)
+
+
+if __name__ == "__main__":
+    main()
