@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -45,6 +46,7 @@ from cluster import wait_until
 from lab import EtcdMember, LabCluster
 from launchers import run_ctl, start_python
 
+from resilient_run.daemon.run import keys
 from resilient_run.launcher.netlab import NetLab, unavailable
 
 WORKER = Path(__file__).with_name("elastic_worker.py")
@@ -243,7 +245,7 @@ class Chaos:
             duration_s = self._chance.choice((2.0, 5.0, 9.0))
             stays = self._chance.random() < 0.5 or target == SPARED
             free, replicas = free - kind.takes, replicas - kind.forgets
-            struck.add("etcd" if kind.strikes == "etcd" else target)
+            struck |= {"etcd" if kind.strikes == "etcd" else target, *(also if kind.strikes == "gone" else ())}
             acts.append((name, target, self._act(name, kind, target, also, duration_s=duration_s, stays=stays)))
         leader = self._lab.etcd[0].get(f"/resilient-run/{self._lab.name}/root/leader") or {}
         root, up = leader.get("host"), len(self.up)
@@ -407,6 +409,8 @@ class Meter(threading.Thread):
         self._lab, self._every_s = lab, every_s
         self._stopping = threading.Event()
         self.samples: list[dict[str, float]] = []
+        self.keys: dict[str, int] = {}
+        """How many there were in each folder of etcd, at last."""
 
     def run(self) -> None:
         """Measure."""
@@ -435,9 +439,12 @@ class Meter(threading.Thread):
         status = host.net.status()
         found["h0, tmpfs, MiB"] = status.shm_used_bytes / MIB
         found["h0, processes"] = status.processes
-        counts = self._lab.etcd[0].counts()
-        found["etcd, keys"], found["etcd, leases"] = counts["keys"], counts["leases"]
-        found["etcd, file in use, MiB"] = counts["bytes"] / MIB
+        etcd, prefix = self._lab.etcd[0], keys.prefix(self._lab.name)
+        folders = Counter(keys.split(key.removeprefix(prefix))[0] for key in etcd.keys())
+        # A run's orders and their outcomes stay until its end.
+        self.keys = {name: count for name, count in folders.items() if not name.startswith(keys.INJECTION)}
+        found["etcd, keys"], found["etcd, leases"] = sum(self.keys.values()), etcd.leases()
+        found["etcd, file in use, MiB"] = etcd.status()["dbSizeInUse"] / MIB
         found["etcd, memory, MiB"] = psutil.Process(etcd_pid).memory_info().rss / MIB
         return found
 
@@ -524,6 +531,7 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         "epochs": {name: max(line[name][0] for line in log.made[max(log.made)].values()) for name in EPOCHS},
         "problems": problems[:50],
         "growth": growth(meter.samples) if meter.samples else {},
+        "keys": meter.keys,
         "measurements": len(meter.samples),
         "measured_processes": len({sample["pids"] for sample in meter.samples}),
     }

@@ -86,15 +86,13 @@ class EtcdMember:
         text = self._ctl("get", key, "--print-value-only").stdout.strip()
         return json.loads(text) if text else None
 
-    def counts(self) -> dict[str, int]:
-        """Return how many keys and leases the cluster has, and how many bytes this member uses for them."""
-        keys = json.loads(self._ctl("get", "", "--prefix", "--count-only", "--write-out=json").stdout)
-        leases = json.loads(self._ctl("lease", "list", "--write-out=json").stdout)
-        return {
-            "keys": keys.get("count", 0),
-            "leases": len(leases["leases"]),
-            "bytes": self.status()["dbSizeInUse"],
-        }
+    def keys(self) -> list[str]:
+        """Return the keys that the cluster has."""
+        return self._ctl("get", "", "--prefix", "--keys-only").stdout.split()
+
+    def leases(self) -> int:
+        """Return how many leases the cluster has."""
+        return len(json.loads(self._ctl("lease", "list", "--write-out=json").stdout)["leases"])
 
     def status(self) -> dict[str, Any]:
         """Return what it says of itself and of the cluster's leader."""
