@@ -86,7 +86,7 @@ class EtcdMember:
         text = self._ctl("get", key, "--print-value-only").stdout.strip()
         return json.loads(text) if text else None
 
-    def keys(self) -> list[str]:
+    def all_keys(self) -> list[str]:
         """Return the keys that the cluster has."""
         return self._ctl("get", "", "--prefix", "--keys-only").stdout.split()
 

@@ -10,7 +10,7 @@ import elastic_worker
 import pytest
 import torch
 from elastic_audit import Line, Log, audit
-from elastic_chaos import growth
+from elastic_growth import growth
 
 from resilient_run.launcher.netlab import unavailable
 
