@@ -91,6 +91,7 @@ KINDS: Mapping[str, Kind] = {
     "worker hangs": Kind(weight=0.5, strikes="rank", injected=("hang-rank",)),
     "worker stands still": Kind(weight=0.5, strikes="rank", injected=("stop-rank",)),
     "worker stands still for 2 s": Kind(strikes="rank", injected=("stop-rank", "duration_s=2.0")),
+    "worker slow for 4 s": Kind(weight=0.5, strikes="rank", injected=("slow-rank", "factor=3.0", "duration_s=4.0")),
     "replica corrupt": Kind(
         strikes="rank", forgets=True, renews=True, injected=("corrupt-replica", "how=bit-flip", "kill=true")
     ),
@@ -192,7 +193,7 @@ class Chaos:
             begun_s = time.monotonic()
             self.look()
             generation = self._log.generation
-            entries = self._strike(2 if self._chance.random() < 0.2 else 1)
+            entries = self._strike(2 if self._chance.random() < 0.25 else 1)
             renewed = any(entry.pop("renews") for entry in entries)
             if not self.goes_on(2, after=generation if renewed else 0):
                 return
