@@ -126,7 +126,7 @@ BENCHMARKS: Final = (
         script="benchmarks/elastic_chaos.py",
         root=True,
         also=(*JOB, "daemon/inject", "launcher/inject"),
-        results=(Result(name="elastic-chaos", arguments="--faults 500 --seconds 3300", minutes=55),),
+        results=(Result(name="elastic-chaos", arguments="--faults 500 --seconds 1260", minutes=23),),
     ),
     Benchmark(
         script="benchmarks/framework_start.py",

@@ -194,7 +194,7 @@ class Chaos:
             self.look()
             generation = self._log.generation
             entries = self._strike(2 if self._chance.random() < 0.25 else 1)
-            renewed = any(entry.pop("renews") for entry in entries)
+            renewed = any([entry.pop("renews") for entry in entries])
             if not self.goes_on(2, after=generation if renewed else 0):
                 return
             for entry in entries:
@@ -280,7 +280,7 @@ class Chaos:
 
         def drain() -> str | None:
             options = ["--run-id", self._lab.name, "--etcd-endpoint", self._lab.endpoint, "--timeout", "60"]
-            options += ["--for", "5"]
+            options += ["--for", "20"]
             done = run_ctl(["drain", target, *options], host.environ(**net.env), net.prefix)
             if done.returncode != 0:
                 return done.stderr.strip()
