@@ -194,8 +194,8 @@ class Chaos:
             self.look()
             generation = self._log.generation
             entries = self._strike(2 if self._chance.random() < 0.25 else 1)
-            renewed = any([entry.pop("renews") for entry in entries])
-            if not self.goes_on(2, after=generation if renewed else 0):
+            renewing = [entry.pop("renews") for entry in entries]
+            if not self.goes_on(2, after=generation if any(renewing) else 0):
                 return
             for entry in entries:
                 entry["seconds"] = round(time.monotonic() - begun_s, 2)
