@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_audit import EPOCHS, Log, audit
-from elastic_growth import SPARED, Meter, growth
+from elastic_growth import ALLOWED, SPARED, Meter, growth
 from report import Summary, parser, table, write_json
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -393,7 +393,7 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         log = Log(path)
         stack.callback(log.close)
         chaos = Chaos(lab, log, [str(WORKER), str(path), str(gate), str(args.pause_s)], args.seed)
-        meter = Meter(lab, args.sample_s)
+        meter = Meter(lab, log, args.sample_s)
         stack.callback(meter.stop)
         begun_s = time.monotonic()
         for name in reversed(names):
@@ -437,6 +437,7 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         "epochs": {name: max(line[name][0] for line in log.made[max(log.made)].values()) for name in EPOCHS},
         "problems": problems[:50],
         "growth": growth(meter.samples) if meter.samples else {},
+        "series": {name: [round(sample[name], 2) for sample in meter.samples] for name in (*ALLOWED, "serves")},
         "keys": meter.keys,
         "measurements": len(meter.samples),
         "measured_processes": len({sample["pids"] for sample in meter.samples}),

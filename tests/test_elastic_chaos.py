@@ -151,7 +151,8 @@ def test_a_wrong_history_is_found(tmp_path: Path, wrong: Callable[[list[Line]], 
 
 def test_growth_is_found() -> None:
     steady = {"daemon, threads": 20.0, "etcd, memory, MiB": 10.0}
-    samples = [{"pids": 1, **steady, "daemon, descriptors": 30.0 + number} for number in range(40)]
+    samples = [{"pids": 1, "serves": 0, **steady, "daemon, descriptors": 30.0 + number} for number in range(40)]
+    samples[20:20] = [{**sample, "serves": 1, "daemon, threads": 99.0} for sample in samples[:20]]
     assert [name for name, each in growth(samples).items() if each["grew"]] == ["daemon, descriptors"]
 
 
