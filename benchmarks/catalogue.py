@@ -136,6 +136,12 @@ BENCHMARKS: Final = (
         ),
     ),
     Benchmark(
+        script="benchmarks/elastic_chaos.py",
+        root=True,
+        also=(*JOB, "daemon/inject", "launcher/inject"),
+        results=(Result(name="elastic-chaos", arguments="--faults 500 --seconds 1260", minutes=23),),
+    ),
+    Benchmark(
         script="benchmarks/framework_start.py",
         also=(*JOB, "benchmarks/peers", "ckpt/integrations"),
         results=(

@@ -257,10 +257,10 @@ def compare(hosts: Sequence[Host], reference: Host) -> dict[str, Any]:
     }
 
 
-def keep_logs(lab: LabCluster, directory: Path) -> None:
+def keep_logs(lab: LabCluster, directory: Path, names: Sequence[str] = NAMES) -> None:
     """Copy what every launcher and daemon said to `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name in NAMES:
+    for name in names:
         host = lab.host(name)
         (directory / f"{name}.launcher.log").write_text(host.output)
         if (log := host.run_dir / "resilientd.log").exists():

@@ -71,6 +71,7 @@ class EtcdMember:
                     f"--listen-peer-urls={peer}",
                     f"--initial-advertise-peer-urls={peer}",
                     f"--initial-cluster={','.join(f'{name}={url}' for name, url in self._members.items())}",
+                    "--auto-compaction-retention=5m",
                 ],
                 stdout=log,
                 stderr=log,
@@ -84,6 +85,14 @@ class EtcdMember:
         """Return the JSON object under a key, None when there is none."""
         text = self._ctl("get", key, "--print-value-only").stdout.strip()
         return json.loads(text) if text else None
+
+    def all_keys(self) -> list[str]:
+        """Return the keys that the cluster has."""
+        return self._ctl("get", "", "--prefix", "--keys-only").stdout.split()
+
+    def leases(self) -> int:
+        """Return how many leases the cluster has."""
+        return len(json.loads(self._ctl("lease", "list", "--write-out=json").stdout)["leases"])
 
     def status(self) -> dict[str, Any]:
         """Return what it says of itself and of the cluster's leader."""
@@ -160,12 +169,22 @@ class LabCluster(Cluster):
         assert isinstance(host, NetHost)
         return host
 
-    def launch(self, names: Sequence[str], script: Sequence[str], *, nodes: int, lease_ttl_s: int = 3) -> list[NetHost]:
-        """Start one launcher with one worker on each of these hosts; those beyond `nodes` stand by."""
+    def launch(
+        self, names: Sequence[str], script: Sequence[str], *more: str, nodes: int | str, lease_ttl_s: int = 3
+    ) -> list[NetHost]:
+        """Start one launcher with one worker on each of these hosts; those beyond `nodes` stand by.
+
+        Args:
+            names: The hosts.
+            script: What is trained.
+            more: Further arguments of the launchers.
+            nodes: Their number, or MIN:MAX.
+            lease_ttl_s: When a silent host is missed.
+        """
         hosts = [self.host(name) for name in names]
         arguments = ["--nnodes", str(nodes), "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3"]
         arguments += ["--rdzv-endpoint", self.endpoint, "--rdzv-id", self.name]
-        arguments += ["--rdzv-conf", f"lease_ttl={lease_ttl_s}", "--rr-key-file", str(self._key)]
+        arguments += ["--rdzv-conf", f"lease_ttl={lease_ttl_s}", "--rr-key-file", str(self._key), *more]
         for host in hosts:
             host.launch(arguments, script)
         return hosts

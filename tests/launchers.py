@@ -215,6 +215,8 @@ class _Parent:
     """An interpreter that others are forked from, as its user sees it."""
 
     _made: ClassVar[dict[tuple[str, ...], "_Parent"]] = {}
+    _lock: ClassVar = threading.Lock()
+    """Of all: whether this process adopts orphans is a state that they share."""
 
     @classmethod
     def of(cls, modules: tuple[str, ...]) -> "_Parent":
@@ -225,7 +227,6 @@ class _Parent:
         return cls._made[modules]
 
     def __init__(self, modules: Sequence[str]) -> None:
-        self._lock = threading.Lock()
         self._env = dict(os.environ, OMP_NUM_THREADS="1")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with tempfile.TemporaryDirectory() as hook_dir, theirs:

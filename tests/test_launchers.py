@@ -1,10 +1,15 @@
 """What tests start is forked, in a process that has used torch's compiler, too; daemons have no torch."""
 
+import ctypes
 import os
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from launchers import run_python, start_daemon
+import psutil
+from launchers import run_python, start_ctl, start_daemon, start_python
 
 IS_FORKED = "import os; print(open('/proc/self/cmdline').read().endswith('tests/run.py\\0'), 'DEMO' in os.environ)"
 
@@ -29,3 +34,30 @@ def test_a_daemon_has_no_torch(tmp_path: Path) -> None:
         finally:
             daemon.terminate()
         assert daemon.wait(60) == 0
+
+
+def adopts_orphans() -> bool:
+    """Tell whether this process is the new parent of descendants that lose theirs (PR_GET_CHILD_SUBREAPER)."""
+    value = ctypes.c_int()
+    assert ctypes.CDLL(None).prctl(37, ctypes.byref(value), 0, 0, 0) == 0
+    return bool(value.value)
+
+
+def test_what_is_forked_by_several_threads_is_this_process_s_child() -> None:
+    """Though programs with torch and those without are forked from different processes."""
+
+    both = threading.Barrier(2)
+
+    def parent(start: Any, arguments: list[str]) -> int:
+        both.wait()
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with start(arguments, env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            found = psutil.Process(process.pid).ppid()
+            process.communicate(b"\n")
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            started = [pool.submit(parent, start_python, ["-c", "input()"]), pool.submit(parent, start_ctl, ["--help"])]
+            assert {each.result() for each in started} == {os.getpid()}
+            assert not adopts_orphans()
