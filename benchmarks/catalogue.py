@@ -91,8 +91,14 @@ BENCHMARKS: Final = (
         results=(
             Result(
                 name="fewer-hosts",
-                arguments=f"--peer dlrover={DLROVER} --peer torchft={TORCHFT}",
-                minutes=13,
+                arguments=f"--hosts 2 --peer dlrover={DLROVER} --peer torchft={TORCHFT}",
+                minutes=7,
+                needs=(DLROVER, TORCHFT),
+            ),
+            Result(
+                name="fewer-hosts-4",
+                arguments=f"--hosts 4 --peer dlrover={DLROVER} --peer torchft={TORCHFT}",
+                minutes=8,
                 needs=(DLROVER, TORCHFT),
             ),
             Result(
