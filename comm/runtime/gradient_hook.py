@@ -84,12 +84,15 @@ class GradientHook(BucketSum):
             is_last=bucket.is_last(),
         )
         self._worker.submit(partial(self._answer, submitted), failed=partial(self._fail, submitted))
-        if self._precedes_ddp and submitted.is_last:
-            # What DDP sums itself now, which parameters were used, comes after ours on all ranks so: over NCCL ranks
-            # that differ in the order may wait for each other for ever.
+        return self.before_ddp(submitted.future, bucket)
+
+    def before_ddp(self, answer: Future[Tensor], bucket: GradBucket) -> Future[Tensor]:
+        """Return the answer for a bucket; what DDP sums itself after the last one comes after it on all ranks."""
+        if self._precedes_ddp and bucket.is_last():
+            # DDP sums which parameters were used: over NCCL ranks that differ in the order may wait for each other.
             with suppress(Exception):  # of whoever waits next
-                submitted.future.wait()
-        return submitted.future
+                answer.wait()
+        return answer
 
     def check_open(self) -> None:
         """Refuse to sum after `close()`.

@@ -151,7 +151,7 @@ class TriedHook(GradientHook):
             (total,) = done.value()
             return laid_out(total, gradient) if total.is_cuda else total
 
-        return future.then(average)
+        return self.before_ddp(future.then(average), bucket)
 
     def _all_ended(self, begun: Future[list[Future[Tensor]]]) -> Tensor:
         """Return the last of all averages of a step."""
