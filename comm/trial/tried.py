@@ -142,8 +142,9 @@ class TriedHook(GradientHook):
     def _as_ddp(self, bucket: GradBucket) -> Future[Tensor]:
         """Return a future of the averaged bucket, beside whose sum the next may begin."""
         self.check_open()
-        gradient = bucket.buffer()
-        buffer = gradient.coalesce() / self.world.size if gradient.is_sparse else gradient.div_(self.world.size)
+        gradient, size = bucket.buffer(), self.world.size
+        # Dense gradients are multiplied, as DDP does it: the last bit differs from that of a division.
+        buffer = gradient.coalesce() / size if gradient.is_sparse else gradient.mul_(1 / size)
         dense = buffer.to_dense().contiguous() if buffer.is_cuda else buffer  # NCCL sums no sparse tensors
         future = self.world.begin_all_reduce(dense).get_future()
 
@@ -186,6 +187,7 @@ class AutoHook(TriedHook):
 
     def submit(self, bucket: GradBucket) -> Future[Tensor]:
         """Return a future of the averaged bucket; chooses at the beginning of a backward pass."""
+        self.check_open()
         if self._begins and self._trial is not None:
             self._trial.advance(self.agree)
             if self._trial.is_over:
