@@ -83,6 +83,14 @@ def test_bad_values_are_refused(arguments: tuple[str, ...], message: str) -> Non
     assert message in done.stderr
 
 
+def test_runs_of_one_name_on_several_etcds_are_not_confused(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [{"run_id": "a", "etcd": f"127.0.0.1:{port}"} for port in (2, 1, 1)]
+    monkeypatch.setattr("resilient_run.daemon.ctl.etcd.ask", lambda *_: {"jobs": jobs})
+    done = forget("a")
+    assert done.exit_code == 2
+    assert "several etcds: give --etcd-endpoint, one of 127.0.0.1:1, 127.0.0.1:2" in done.stderr
+
+
 def test_an_etcd_that_does_not_answer_is_an_error() -> None:
     done = forget("a", "--etcd-endpoint", "127.0.0.1:1")
     assert done.exit_code == 1

@@ -12,6 +12,7 @@ from .common import framework, freeze, frozen
 _COUNTS: Final = (
     "global_steps",
     "global_samples",
+    "micro_steps",
     "skipped_steps",
     "_step_applied",
     "_is_gradient_accumulation_boundary",
@@ -118,7 +119,7 @@ class EngineState:
             ],
             "objects": [item.state_dict() for item in self._stateful()],
             "counts": {name: getattr(engine, name) for name in _COUNTS},
-            "rounds": engine.micro_steps // _in_round(engine),
+            "ranks": torch.distributed.get_world_size(),
             "norm": engine._global_grad_norm,
             "rng": dict(_tracker().get_states()),
             FLAT: self._flats(masters, named),
@@ -156,7 +157,10 @@ class EngineState:
         for item, saved in zip(self._stateful(), state["objects"], strict=True):
             item.load_state_dict(saved)
         vars(engine).update(state["counts"], _global_grad_norm=state["norm"])
-        engine.micro_steps = state["rounds"] * _in_round(engine)
+        # Other ranks may accumulate other numbers of micro-batches. It tells only where a step of theirs begins: here.
+        ranks = torch.distributed.get_world_size()
+        if state.get("ranks", ranks) != ranks:
+            engine.micro_steps = 0
         _tracker().set_states(state["rng"])
 
     @property
@@ -261,12 +265,6 @@ def _accumulates(engine: Any) -> bool:
         return bool(engine._unmanaged_backward_count)
     told = engine._is_gradient_accumulation_boundary
     return bool(engine.micro_steps % engine.gradient_accumulation_steps()) if told is None else not told
-
-
-def _in_round(engine: Any) -> int:
-    """Return how many micro-batches a step has, 1 if the engine does not count them: other ranks may have others."""
-    told = engine.pipeline_parallelism or engine._is_gradient_accumulation_boundary is not None
-    return 1 if told or not engine.managed_gradient_accumulation() else int(engine.gradient_accumulation_steps())
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,13 @@ def etcd_of(settings: Settings, run_id: str, endpoint: str | None, conf: str) ->
             jobs = ask(settings, "status")["jobs"]
         except click.ClickException:
             jobs = []
-        endpoint = next((job["etcd"] for job in jobs if job["run_id"] == run_id and "etcd" in job), None)
+        known = sorted({job["etcd"] for job in jobs if job["run_id"] == run_id and "etcd" in job})
+        if len(known) > 1:
+            raise click.UsageError(
+                f"the daemon of this host knows runs {run_id!r} of several etcds: give --etcd-endpoint, one of "
+                f"{', '.join(known)}"
+            )
+        endpoint = next(iter(known), None)
     if endpoint is None:
         raise click.UsageError(
             f"the daemon of this host does not know run {run_id!r}: give --etcd-endpoint (the run's --rdzv-endpoint)"
