@@ -27,8 +27,12 @@ from launchers import run_ctl
 from patient import Patient, patient_of
 
 from resilient_run.ckpt.format import wire
+from resilient_run.ckpt.format.version import FORMATS
+from resilient_run.daemon.base.settings import Settings
 from resilient_run.daemon.doctor import etcd as doctor_etcd
+from resilient_run.daemon.doctor import run
 from resilient_run.daemon.doctor.examine import Check, Finding, examine, ok
+from resilient_run.daemon.doctor.plan import RunPlan
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.etcd.rpc import grpc
 
@@ -435,6 +439,18 @@ def test_a_daemon_of_another_version(patient: Patient) -> None:
     report.says("daemon", "fail", found=found, remedy=f"kill {process.pid}")
 
 
+def test_a_daemon_of_another_version_with_the_same_formats(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    patient.shm_dir.mkdir(mode=0o700, exist_ok=True)
+    settings = Settings(run_dir=patient.run_dir, shm_dir=patient.shm_dir)
+    Path(settings.address()).touch()
+    answer = {"pid": 7, "formats": FORMATS, "jobs": [{"run_id": "r", "host": "a", "launcher_pid": 8}]}
+    monkeypatch.setattr(run, "ask_daemon", lambda *_, **__: answer)
+    (check,) = run.run_checks(RunPlan(settings=settings))
+    *_, last = check.look()
+    assert last.found == "the daemon tells no 'own_ranks' of run r: it is of another resilient-run"
+    assert "kill 7, between runs" in last.remedy
+
+
 def test_a_healthy_run_and_one_whose_commits_stand_still(hosts: Hosts, tmp_path: Path) -> None:
     trainers = hosts.run(["a", "b"])
     hosts.commit(trainers, [1, 2])
@@ -492,6 +508,12 @@ def test_a_persistent_tier_that_cannot_be_written(hosts: Hosts, tmp_path: Path) 
     report.says("persistent-tier", "fail", found=f"{target}: the last attempt failed: ", remedy="writable")
     target.unlink()
     wait_until(lambda: job()["written"] and not job()["error"], timeout_s=60, what="a written step")
+    report = patient_of(hosts["a"], tmp_path).doctor()
+    report.says("persistent-tier", "ok", found="this host wrote step 1")
+    hosts["a"].drop_clients()
+    wait_until(
+        lambda: hosts["a"].status()["jobs"][0]["launcher_pid"] is None, timeout_s=30, what="loss of the launcher"
+    )
     report = patient_of(hosts["a"], tmp_path).doctor()
     report.says("persistent-tier", "ok", found="this host wrote step 1")
 

@@ -73,7 +73,7 @@ def test_a_live_run_is_refused(etcd_endpoint: str, etcd_config: EtcdConfig) -> N
         (("a", "--etcd-endpoint", "host:port"), "neither host[:port]"),
         (("a", "--etcd-endpoint", "e", "--etcd-conf", "cert"), "--etcd-conf takes NAME=VALUE, separated by commas"),
         (("a", "--etcd-endpoint", "e", "--etcd-conf", "cert=/x"), "both cert= and key="),
-        (("a",), "does not know run 'a': give --etcd-endpoint"),
+        (("a",), "or give --etcd-endpoint (the run's --rdzv-endpoint)"),
         ((), "RUN_ID"),
     ],
 )
@@ -89,6 +89,9 @@ def test_runs_of_one_name_on_several_etcds_are_not_confused(monkeypatch: pytest.
     done = forget("a")
     assert done.exit_code == 2
     assert "several etcds: give --etcd-endpoint, one of 127.0.0.1:1, 127.0.0.1:2" in done.stderr
+    done = forget("b")
+    assert done.exit_code == 2
+    assert "does not know run 'b': give --etcd-endpoint" in done.stderr
 
 
 def test_an_etcd_that_does_not_answer_is_an_error() -> None:

@@ -2,7 +2,11 @@
 
 from typing import Any
 
-from resilient_run.daemon.ctl.status import _status_text
+import pytest
+from click.testing import CliRunner
+
+from resilient_run.daemon.base.settings import Settings
+from resilient_run.daemon.ctl.status import _status_text, status
 
 
 def text(**job: Any) -> str:
@@ -19,6 +23,15 @@ def test_a_standby_and_a_member() -> None:
     assert "launcher pid 7, generation 1, standby for 2 ranks, committed nothing" in text(own_ranks=[])
     assert "launcher pid 7, generation 1, ranks [1] of 2, committed nothing" in text(own_ranks=[1])
     assert "no launcher, generation 1, ranks [] of 2, committed nothing" in text(own_ranks=[], launcher_pid=None)
+
+
+def test_a_daemon_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {"pid": 7, "used_bytes": 0, "limit_bytes": 1 << 30, "jobs": [{"run_id": "r", "host": "a"}]}
+    monkeypatch.setattr("resilient_run.daemon.ctl.status.ask", lambda *_: answer)
+    done = CliRunner().invoke(status, obj=Settings())
+    assert done.exit_code == 1
+    assert "the daemon (pid 7) tells no 'slots': it is of another resilient-run" in done.stderr
+    assert CliRunner().invoke(status, ["--json"], obj=Settings()).exit_code == 0
 
 
 def test_what_an_earlier_daemon_left() -> None:

@@ -47,8 +47,8 @@ def etcd_of(settings: Settings, run_id: str, endpoint: str | None, conf: str) ->
     if endpoint is None:
         try:
             jobs = ask(settings, "status")["jobs"]
-        except click.ClickException:
-            jobs = []
+        except click.ClickException as error:
+            raise click.UsageError(f"{error.message}; or give --etcd-endpoint (the run's --rdzv-endpoint)") from error
         known = sorted({job["etcd"] for job in jobs if job["run_id"] == run_id and "etcd" in job})
         if len(known) > 1:
             raise click.UsageError(

@@ -21,7 +21,13 @@ _SILENT_S = 5.0  # it confirms a lease far more often
 def status(settings: Settings, as_json: bool) -> None:
     """Show the jobs, ranks, slots, bytes, watermarks and observations of this host."""
     answer = ask(settings, "status")
-    click.echo(json.dumps(answer) if as_json else _status_text(answer))
+    try:
+        click.echo(json.dumps(answer) if as_json else _status_text(answer))
+    except KeyError as error:
+        raise click.ClickException(
+            f"the daemon (pid {answer.get('pid')}) tells no {error}: it is of another resilient-run; --json prints "
+            "what it tells, and the next launcher starts one of this version once it is ended between runs"
+        ) from error
 
 
 def _status_text(answer: dict[str, Any]) -> str:

@@ -76,7 +76,11 @@ def _daemon(plan: RunPlan) -> Iterator[Finding]:
         after = before
     later = {(job["run_id"], job["host"]): job for job in after["jobs"]}
     for job in jobs:
-        yield from _run(job, later.get((job["run_id"], job["host"]), job), where)
+        try:
+            yield from _run(job, later.get((job["run_id"], job["host"]), job), where)
+        except KeyError as error:  # formats alone do not tell versions apart
+            found = f"the daemon tells no {error} of run {job['run_id']}: it is of another resilient-run"
+            yield fail("daemon", found, f"kill {before['pid']}, between runs: the next launcher starts one")
 
 
 def _no_daemon(settings: Settings, plan: RunPlan) -> Iterator[Finding]:
@@ -129,6 +133,8 @@ def _run(before: _Job, job: _Job, where: str) -> Iterator[Finding]:
             f"{run} has no launcher: its slots are kept for a while",
             "start it again with the same --rdzv-id, or `resilientctl gc` removes its slots",
         )
+        if (tier := job.get("persist")) is not None:
+            yield _persistent_tier(run, tier)
         return
     missing = sorted(set(job["own_ranks"]) - set(job["attached_ranks"]))
     yield ok("run", f"{run}: generation {job['generation']}, ranks {job['own_ranks']} of {job['world_size']}")
