@@ -370,6 +370,49 @@ def quarantine(launchers: Launchers, host: str, for_s: float) -> None:
     launchers.ask(lambda etcd: etcd.put(f"{launchers.prefix}rdzv/quarantine/{host}", value))
 
 
+def elastic(launchers: Launchers, hosts: str) -> None:
+    for host in hosts:
+        launchers.make(host, (1, 3), lease_ttl="600").describe(1, "default", elastic_s=0.0)
+
+
+def test_elastic_run_does_not_wait_for_the_lease_of_a_silent_host(launchers: Launchers) -> None:
+    """When it wakes up, the run grows by it."""
+    elastic(launchers, "ab")
+    process = launchers.launch("c", (1, 3), lease_ttl="600", elastic="0")
+    joining = launchers.join("ab")
+    assert place(process)[::2] == (1, 3)
+    for future in joining.values():
+        future.result(WAIT_S)
+    put_watermark(launchers, 1, 5)
+    process.send_signal(signal.SIGSTOP)
+    launchers.handlers["a"].report_failure(kind="worker_exit", message="a collective failed", exitcode=1)
+    infos = launchers.joined("ab")
+    assert {info.world_size for info in infos.values()} == {2}
+    round_ = launchers.handlers["b"].round
+    assert round_ is not None
+    assert (set(round_.hosts), round_.restore) == ({"a", "b"}, (1, 5))
+    failure = launchers.handlers["b"].view.failures[1]
+    assert (failure.kind, failure.host) == ("host_lost", "c")
+    process.send_signal(signal.SIGCONT)
+    wait_until(lambda: all(launchers.handlers[host].num_nodes_waiting() for host in "ab"))
+    joining = launchers.join("ab")
+    assert place(process)[2] == 3
+    assert {future.result(WAIT_S).world_size for future in joining.values()} == {3}
+
+
+def test_elastic_run_waits_for_a_host_that_is_slow_to_stop_its_workers(launchers: Launchers) -> None:
+    elastic(launchers, "abc")
+    launchers.joined("abc")
+    put_watermark(launchers, 1, 5)
+    launchers.handlers["a"].report_failure(kind="worker_exit", message="a collective failed", exitcode=1)
+    joining = launchers.join("ab")
+    time.sleep(2 * membership._SILENT_S)
+    assert not any(future.done() for future in joining.values())
+    joining |= launchers.join("c")
+    assert {future.result(WAIT_S).world_size for future in joining.values()} == {3}
+    assert {handler.generation for handler in launchers.handlers.values()} == {2}
+
+
 def test_host_in_quarantine_makes_room_for_a_standby(launchers: Launchers, caplog: pytest.LogCaptureFixture) -> None:
     for host in "abc":
         launchers.make(host, (2, 2))

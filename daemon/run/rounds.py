@@ -39,7 +39,7 @@ class Seat(Record):
 class Member(Seat):
     """A live launcher, with the place that it would take; `arrival` orders launchers by when they came.
 
-    `ready` is the generation that it could join next, 0 while it runs one.
+    `ready` is the generation that it could join next, 0 while it runs one; that one once it knows that it is broken.
     """
 
     host: str = limited(outside=True)

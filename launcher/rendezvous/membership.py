@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from resilient_run.daemon.run.rounds import Member, Round, Seat
 
 from .agreement import Terms, agree, look
 from .patience import Impatience
-from .rounds import View, broken, newcomers, rendezvous_mirror
+from .rounds import View, broken, newcomers, rendezvous_mirror, unaware
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,10 @@ _RETRY_S = 0.5
 _STAYS_CLOSED_S = 20.0
 _RETURN_S = 5.0
 """How much longer than a lease's time to live a launcher may take to register again once etcd is back."""
+_SIGN_S = 0.3
+"""How long after a break a launcher says that it knows, if it is not ready yet."""
+_SILENT_S = 1.0
+"""For how long the others of an elastic run wait for that."""
 
 
 class Membership:
@@ -58,6 +62,9 @@ class Membership:
     that sees it breaks the generation for all. After an outage of etcd everybody's lease may have expired though nobody
     is lost: a launcher that was cut off itself keeps the absent members of its round in the view until they have had
     time to register again.
+
+    An elastic run does not wait for the lease of a host that is lost, once its generation is broken: launchers that
+    are not ready soon say that they know of the break, and those that do not are left out of the view.
 
     A call that does not go on trying raises `EtcdError` when etcd cannot be reached or refuses.
     """
@@ -83,6 +90,7 @@ class Membership:
         self._lease: Lease | None = None
         self._replaced_s = -math.inf
         self._looking_again: asyncio.Task[None] | None = None
+        self._broken = 0, 0.0  # the generation, and when that was seen
         self._writing = asyncio.Lock()
         self._announced = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -276,7 +284,11 @@ class Membership:
         doubt_s = self._doubt_s()
         self._view = view.keeping(self._view) if doubt_s > 0 else view
         if self._view is not view:
+            absent = ", ".join(sorted(self._view.members.keys() - view.members.keys()))
+            log.warning("etcd was unavailable; giving %s %.1f s to register again", absent, doubt_s)
             self._looking_again = self._start(self._look_again(view, doubt_s), self._tasks)
+        elif silent := unaware(view):
+            self._heed_break(view, silent, in_doubt=doubt_s > 0)
         if self._life is not None:
             self._follow_life(view, self._life)
         if self._lease is not None:
@@ -285,11 +297,29 @@ class Membership:
         self._on_change()
 
     async def _look_again(self, view: View, after_s: float) -> None:
-        """Take `view` as it is when the time to register again has passed without news."""
-        absent = sorted(self._view.members.keys() - view.members.keys())
-        log.warning("etcd was unavailable; giving %s %.1f s to register again", ", ".join(absent), after_s)
+        """Look at `view` again when this time has passed without news."""
         await asyncio.sleep(after_s)
         self._see(view)
+
+    def _heed_break(self, view: View, silent: list[str], *, in_doubt: bool) -> None:
+        """Show that this launcher knows of the break, and leave those out of the view that do not in time."""
+        now_s, generation, own = asyncio.get_running_loop().time(), view.generation, self._member.host
+        if self._broken[0] != generation:
+            self._broken = generation, now_s
+        broken_s = now_s - self._broken[1]
+        if own in silent and self._member.ready <= generation and broken_s >= _SIGN_S:
+            self._member = replace(self._member, ready=generation)
+            self._start(self._give_sign(), self._tasks)
+        if left_s := [at_s - broken_s for at_s in (_SIGN_S, _SILENT_S) if at_s > broken_s]:
+            self._looking_again = self._start(self._look_again(view, left_s[0]), self._tasks)
+        elif not in_doubt:
+            kept = {host: member for host, member in view.members.items() if host == own or host not in silent}
+            self._view = replace(view, members=kept)
+
+    async def _give_sign(self) -> None:
+        assert self._life is not None, "it has a seat"
+        with suppress(EtcdError, RendezvousStateError):  # they will not see it
+            await self._write(self._life)
 
     def _doubt_s(self) -> float:
         """Return for how long the absence of other launchers still says nothing, because etcd was away from here."""
