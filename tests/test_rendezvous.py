@@ -413,6 +413,19 @@ def test_elastic_run_waits_for_a_host_that_is_slow_to_stop_its_workers(launchers
     assert {handler.generation for handler in launchers.handlers.values()} == {2}
 
 
+def test_generation_that_is_over_does_not_break(launchers: Launchers) -> None:
+    """Nobody would ever remove what says so."""
+    handler = launchers.make("a", (1, 1))
+    for _ in range(3):
+        launchers.joined("a")
+    handler.generation = 1
+    handler.report_failure(kind="membership", message="host a leaves late")
+    assert "rdzv/failure/1" not in launchers.keys()  # noqa: SIM118
+    handler.generation = 3
+    handler.report_failure(kind="membership", message="host a leaves")
+    assert "rdzv/failure/3" in launchers.keys()  # noqa: SIM118
+
+
 def test_host_in_quarantine_makes_room_for_a_standby(launchers: Launchers, caplog: pytest.LogCaptureFixture) -> None:
     for host in "abc":
         launchers.make(host, (2, 2))

@@ -98,6 +98,9 @@ class Life:
         """What holds while it goes on, or has ended, as it does."""
         return {keys.LIVES(self.job.name): self.revision}
 
+    def _guarded(self, round_revision: int | None) -> dict[str, int]:
+        return self.guard if round_revision is None else {**self.guard, keys.ROUND: round_revision}
+
     def form(
         self, formed: Round, before: Round | None, watermark_revision: int, failure: Failure | None
     ) -> Transaction:
@@ -115,15 +118,15 @@ class Life:
             deletes=(keys.STORES(stale), keys.FAILURES(stale), keys.DONE(stale, ""), keys.RECOVERED(stale, "")),
         )
 
-    def create(self, name: str, value: Mapping[str, Any]) -> Transaction:
-        """Set a key that is not there."""
-        return Transaction(guards={**self.guard, name: 0}, puts={name: value})
+    def create(self, name: str, value: Mapping[str, Any], round_revision: int | None = None) -> Transaction:
+        """Set a key that is not there, while the round is the one of that revision if it is given."""
+        return Transaction(guards={**self._guarded(round_revision), name: 0}, puts={name: value})
 
     def end(self, closed: Closed, round_revision: int | None = None) -> Transaction:
         """End it, whose round is the one of that revision if it is given."""
         ended = replace(self.job, closed=closed)
         return Transaction(
-            guards=self.guard if round_revision is None else {**self.guard, keys.ROUND: round_revision},
+            guards=self._guarded(round_revision),
             puts={keys.JOB: ended.to_value(), keys.LIVES(ended.name): {}},
         )
 

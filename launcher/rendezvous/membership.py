@@ -224,8 +224,8 @@ class Membership:
         await self._commit(lambda life: Transaction(guards=life.guard, puts=puts))
 
     async def fail(self, failure: Failure) -> None:
-        """Break its generation for everyone, unless it is broken; goes on trying while etcd is away."""
-        await self._insist(partial(self._create, keys.FAILURES(failure.generation), failure.to_value()))
+        """Break its generation for everyone, unless it is broken or over; goes on trying while etcd is away."""
+        await self._insist(partial(self._break, failure))
 
     async def done(self, generation: int) -> None:
         """Announce that all workers of this host succeeded; goes on trying while etcd is away."""
@@ -443,6 +443,13 @@ class Membership:
 
         # The caller may stop waiting; the write must not stop with it.
         await asyncio.shield(self._start(written(), self._insisting))
+
+    async def _break(self, failure: Failure) -> None:
+        round_ = self._view.round
+        if round_ is not None and round_.generation == failure.generation:
+            # Forming a later round removes it; nobody would remove it afterwards.
+            name, revision = keys.FAILURES(failure.generation), round_.revision
+            await self._commit(lambda life: life.create(name, failure.to_value(), revision))
 
     async def _create(self, name: str, value: Mapping[str, Any]) -> None:
         """Set a key that is not there."""
