@@ -35,13 +35,6 @@ TINY = ("--layers", "2", "--width", "128", "--json")
 JOB = ["--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
-
-
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 3), nn.ReLU(), nn.Linear(3, 1))
 

@@ -70,11 +70,8 @@ def prefix(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[EtcdProcess]:
-    process = EtcdProcess(tmp_path / "etcd")
-    process.start()
-    yield process
-    process.kill()
+def server(etcd: EtcdProcess) -> EtcdProcess:
+    return etcd
 
 
 def test_put_get_list_delete(etcd_config: EtcdConfig, prefix: str) -> None:

@@ -7,12 +7,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cleaner import needs_cleaner, remove_all_old
+from cluster import wait_until
 
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 from resilient_run.launcher import etcd_server
@@ -27,13 +27,6 @@ def parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
     with tempfile.TemporaryDirectory(dir="/dev/shm") as sockets:
         monkeypatch.setattr(etcd_server, "_SOCKETS_PARENT", sockets)
         yield Path(sockets), tmp_path
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def answers(endpoint: str) -> bool:
@@ -94,7 +87,7 @@ def test_killed_owner_takes_the_server_along(parents: tuple[Path, Path]) -> None
         endpoint, _pid = owner.stdout.readline().split()
         assert answers(endpoint)
         owner.kill()
-    wait_until(lambda: not answers(endpoint))
+    wait_until(lambda: not answers(endpoint), timeout_s=20, what="its end")
     abandoned = left(parents)
     assert len(abandoned) == 2
 
@@ -103,7 +96,7 @@ def test_killed_owner_takes_the_server_along(parents: tuple[Path, Path]) -> None
             return not any(path.exists() for path in abandoned)
 
     # The kernel may still be closing the killed server's files.
-    wait_until(removed)
+    wait_until(removed, timeout_s=20, what="removal")
     assert left(parents) == []
 
 
@@ -148,7 +141,7 @@ def test_cleaner_of_old_files_spares_a_server(parents: tuple[Path, Path]) -> Non
             assert answers(endpoint)
         finally:
             owner.kill()
-    wait_until(lambda: not answers(endpoint))
+    wait_until(lambda: not answers(endpoint), timeout_s=20, what="its end")
     clean()
     assert left(parents) == []
 

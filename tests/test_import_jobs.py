@@ -18,13 +18,6 @@ pytestmark = pytest.mark.jobs
 TRAINER = str(Path(__file__).parent / "import_trainer.py")
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
-
-
 def ctl(tmp_path: Path, *arguments: str) -> str:
     """Run `resilientctl` where no daemon is and return its output."""
     done = CliRunner().invoke(resilientctl, ["--run-dir", str(tmp_path), "--shm-dir", str(tmp_path), *arguments])

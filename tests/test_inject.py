@@ -52,11 +52,9 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Site]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    made.injection = True
-    yield Site(made)
-    made.close()
+def site(hosts: Hosts) -> Site:
+    hosts.injection = True
+    return Site(hosts)
 
 
 def test_every_kind_has_one_way_to_be_carried_out() -> None:

@@ -346,13 +346,6 @@ def test_wrong_arguments_and_states_are_refused() -> None:
     local.load_state_dict(good)
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
-
-
 def launched(host: Host, *script: str, nproc: int = 2, extra: tuple[str, ...] = ()) -> Host:
     host.launch(["--standalone", "--nproc-per-node", str(nproc), *extra], [TRAINER, *script])
     return host

@@ -18,13 +18,6 @@ STEPS = 40
 SCRIPT = [str(EXAMPLE), "--steps", str(STEPS), "--seed", "7", "--json", *TINY]
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
-
-
 def launch(
     cluster: Cluster, names: str, etcd: EtcdProcess, config: Path, *extra: str, script: list[str] = SCRIPT
 ) -> list[Host]:

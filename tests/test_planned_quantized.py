@@ -38,13 +38,6 @@ BETWEEN_HOSTS = (
 BLOCK = 256
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
-
-
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "planned_gpt.py")
 
 

@@ -13,9 +13,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cluster
 import pytest
 from cluster import stop
 from etcd_process import EtcdProcess
@@ -48,12 +50,7 @@ OUTAGE_S = 4.5
 """Longer than twice the leases of these tests."""
 
 
-def wait_until(condition: Callable[[], Any], what: str = "") -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-    return value
+wait_until = partial(cluster.wait_until, timeout_s=WAIT_S, what="what is waited for")
 
 
 class Launchers:

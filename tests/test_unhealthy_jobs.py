@@ -16,13 +16,6 @@ STEPS = 40
 POISONED = range(21, 24)
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
-
-
 def starts(hosts: Collection[Host]) -> dict[int, list[tuple[int, list[int]]]]:
     """Return by rank where its workers began, and what they skipped."""
     found: dict[int, list[tuple[int, list[int]]]] = {}
