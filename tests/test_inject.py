@@ -17,7 +17,6 @@ from hosts import Hosts, payload, restored_bytes
 
 from resilient_run.ckpt.errors import DaemonError, SlotError
 from resilient_run.ckpt.format.slot import Slot
-from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.inject.acts import DETACHED, LOCAL
 from resilient_run.daemon.inject.helper import MODULE
 from resilient_run.daemon.inject.victim import Victim

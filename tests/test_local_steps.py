@@ -1,17 +1,15 @@
 """Local steps with an outer optimizer: the published rounds, and real jobs that lose workers and hosts within one."""
 
-import asyncio
 import os
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import aclosing
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from cluster import Cluster, Host, assert_same_training, recovered, wait_until
+from etcd_process import entries
 from launchers import run_python
 from ranks import run_ranks
 from tiers import nightly_but
@@ -21,7 +19,6 @@ from resilient_run.comm.errors import CommError
 from resilient_run.comm.local_steps import LocalSteps
 from resilient_run.comm.net.transport import Transport
 from resilient_run.daemon.comparison.digests import EqualLeaves
-from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.daemon.run.observation import Observation, parse_observations
 
 pytestmark = pytest.mark.jobs
@@ -386,20 +383,6 @@ def test_host_lost_within_a_round_comes_back_from_its_peers(cluster: Cluster, et
     assert_same_training([*hosts, standby], undisturbed)
 
 
-def keys(endpoint: str, prefix: str) -> dict[str, Entry]:
-    """Return what etcd has below `prefix`."""
-
-    async def read() -> dict[str, Entry]:
-        etcd = await Etcd.connect(EtcdConfig(endpoints=(endpoint,)))
-        try:
-            async with aclosing(etcd.follow(prefix)) as states:
-                return dict(await anext(states))
-        finally:
-            await etcd.close()
-
-    return asyncio.run(read())
-
-
 @pytest.mark.parametrize(
     "streaming", [(), ("--fragments", "2", "--delay", "2", "--every", "60", "--at-ends", "0", "--steps", "150")]
 )
@@ -417,10 +400,10 @@ def test_replicas_within_a_round_are_no_corruption(
 
     def over() -> bool:
         observations = [
-            parse_observations(entry.value) for entry in keys(etcd_endpoint, f"{run}/state/observations/").values()
+            parse_observations(entry.value) for entry in entries(etcd_endpoint, f"{run}/state/observations/").values()
         ]
         told.extend(each for several in observations for each in several if each.kind == "corruption")
-        learned = keys(etcd_endpoint, f"{run}/ckpt/equal/")
+        learned = entries(etcd_endpoint, f"{run}/ckpt/equal/")
         equal.update(int(EqualLeaves.parse(entry.value).mask.sum()) for key, entry in learned.items())
         assert host.launcher is not None
         return host.launcher.poll() is not None

@@ -1,7 +1,6 @@
 """All-reduce in 8 bits as plans have it: the sums of the scheme, the bytes of the model, the same after a kill."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
