@@ -20,6 +20,7 @@ from resilient_run.ckpt.format import wire
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
 TINY = ("--layers", "2", "--width", "128", "--context", "128", "--batch", "4")
+_LONGEST_PAUSE_S = 0.1
 ENDLESS = (str(Path(__file__).with_name("endless_trainer.py")), "--steps", "100000", "--seed", "7", "--json", *TINY)
 
 
@@ -33,15 +34,19 @@ def wait_until(
 ) -> Any:
     """Poll `condition` until it is truthy and return its value; when late, fail with `what` and what `host` printed.
 
-    A `what` that shows how things stand is a function, which is called only then.
+    A `what` that shows how things stand is a function, which is called only then. Polls take a fifth of the time at
+    most: one that asks a daemon or etcd costs both sides.
     """
     deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
+    while True:
+        begun_s = time.monotonic()
+        if value := condition():
+            return value
+        now_s = time.monotonic()
+        if now_s > deadline:
             awaited = what if isinstance(what, str) else what()
             raise AssertionError(f"not within {timeout_s:.0f} s: {awaited}\n{host.output if host else ''}")
-        time.sleep(pause_s)
-    return value
+        time.sleep(max(pause_s, min(4 * (now_s - begun_s), _LONGEST_PAUSE_S)))
 
 
 def kill(pid: int) -> None:

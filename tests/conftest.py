@@ -73,6 +73,15 @@ def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
 
 
 @pytest.fixture(scope="session")
+def tcp_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+    """A real etcd at a port of this host, for the whole session."""
+    server = EtcdProcess(tmp_path_factory.mktemp("etcd"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
 def etcd_config(etcd_endpoint: str) -> EtcdConfig:
     """The configuration that reaches `etcd_endpoint`."""
     return EtcdConfig(endpoints=(etcd_endpoint,))

@@ -1,5 +1,6 @@
 """An etcd server that a test configures, kills and starts again on the same port with the same data."""
 
+import asyncio
 import contextlib
 import json
 import random
@@ -8,10 +9,34 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Awaitable, Callable
 from importlib import resources
 from pathlib import Path
+from typing import TypeVar
 
+from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.launcher.etcd_server import find_etcd
+
+T = TypeVar("T")
+
+
+def ask(config: EtcdConfig | str, request: Callable[[Etcd], Awaitable[T]], timeout_s: float = 5.0) -> T:
+    """Return what `request` gives on a client of its own, of a configuration or of an endpoint."""
+    known = EtcdConfig.parse(config, {}) if isinstance(config, str) else config
+
+    async def connected() -> T:
+        etcd = await Etcd.connect(known, timeout_s)
+        try:
+            return await request(etcd)
+        finally:
+            await etcd.close()
+
+    return asyncio.run(connected())
+
+
+def entries(endpoint: str, prefix: str) -> dict[str, Entry]:
+    """Return what etcd has below `prefix`."""
+    return ask(endpoint, lambda etcd: etcd.list(prefix))
 
 
 def kept_ports(count: int) -> list[int]:

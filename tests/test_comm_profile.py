@@ -1,9 +1,7 @@
 """Profiles for planners: backward passes, links, compressors, and the whole way from profile to training."""
 
 import json
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from cluster import Cluster, assert_same_training
 from etcd_process import kept_ports
-from launchers import run_python
+from launchers import run_trainers
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -33,13 +31,6 @@ pytestmark = pytest.mark.jobs
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "planned_gpt.py")
 TINY = ("--layers", "2", "--width", "128", "--json")
 JOB = ["--standalone", "--nproc-per-node", "2"]
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 def model() -> nn.Sequential:
@@ -259,11 +250,9 @@ def test_measurements_that_cannot_be_written_are_printed(rank_environ: dict[str,
 def test_messages_of_one_size_are_measured_once(tmp_path: Path) -> None:
     """One element of each of the smaller tensors is sent."""
     path = tmp_path / "cluster.json"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    probe = [str(Path(sys.executable).with_name("resilient-comm")), "profile"]
+    program = "from resilient_run.comm.cli.main import resilient_comm; resilient_comm()"
     small = ["--density", "0.00001", "--largest-mib", "1", "--repeats", "1", "--out", str(path)]
-    done = run_python([*command, "--no-python", *probe, *small], {**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
+    run_trainers(["-c", program, "profile", *small], 2)
     gathered = read_cluster(path).intra.of(Routine.ALL_GATHER, compressed=True)
     assert isinstance(gathered, Table)
     assert gathered.sizes_bytes[0] == 4

@@ -1,6 +1,5 @@
 """Whole jobs with flipped bits of live tensors: each is found and named, and training goes on as configured."""
 
-import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -11,9 +10,10 @@ from typing import Any, TypeVar
 import pytest
 from click.testing import CliRunner
 from cluster import EXAMPLE, TINY, Cluster, Host, kill, wait_until
+from etcd_process import ask
 
 from resilient_run.daemon.comparison.digests import EqualLeaves
-from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
+from resilient_run.daemon.etcd.client import Entry, Etcd
 from resilient_run.daemon.run.observation import Observation, parse_observations
 from resilient_run.launcher.inject.cli import resilient_inject
 
@@ -91,14 +91,7 @@ class Job:
         return "\n".join(host.output for host in self.hosts)
 
     def _etcd(self, work: Callable[[Etcd], Awaitable[T]]) -> T:
-        async def run() -> T:
-            etcd = await Etcd.connect(EtcdConfig(endpoints=(self.endpoint,)))
-            try:
-                return await work(etcd)
-            finally:
-                await etcd.close()
-
-        return asyncio.run(run())
+        return ask(self.endpoint, work)
 
 
 @pytest.fixture

@@ -54,14 +54,6 @@ def patient(tmp_path: Path) -> Iterator[Patient]:
     shutil.rmtree(made.shm_dir, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def tcp_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
-    process = EtcdProcess(tmp_path_factory.mktemp("etcd"))
-    process.start()
-    yield process
-    process.kill()
-
-
 @contextlib.contextmanager
 def silent_server() -> Iterator[str]:
     """Accepts connections and says nothing."""

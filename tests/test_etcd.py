@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from certificates import make_certificates
-from etcd_process import EtcdProcess
+from etcd_process import EtcdProcess, ask
 
 from resilient_run.daemon.etcd import client as etcd_module
 from resilient_run.daemon.etcd.client import (
@@ -32,14 +32,7 @@ WAIT_S = 30.0
 def with_etcd(config: EtcdConfig, scenario: Callable[[Etcd], Awaitable[None]], timeout_s: float = 5.0) -> None:
     """Run `scenario` on a connected client."""
 
-    async def main() -> None:
-        etcd = await Etcd.connect(config, timeout_s)
-        try:
-            await asyncio.wait_for(scenario(etcd), WAIT_S)
-        finally:
-            await etcd.close()
-
-    asyncio.run(main())
+    ask(config, lambda etcd: asyncio.wait_for(scenario(etcd), WAIT_S), timeout_s)
 
 
 async def eventually(condition: Callable[[], Awaitable[Any]]) -> Any:
@@ -70,11 +63,8 @@ def prefix(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[EtcdProcess]:
-    process = EtcdProcess(tmp_path / "etcd")
-    process.start()
-    yield process
-    process.kill()
+def server(etcd: EtcdProcess) -> EtcdProcess:
+    return etcd
 
 
 def test_put_get_list_delete(etcd_config: EtcdConfig, prefix: str) -> None:

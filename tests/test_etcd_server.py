@@ -7,14 +7,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cleaner import needs_cleaner, remove_all_old
+from cluster import wait_until
+from etcd_process import ask
 
-from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.etcd.client import Etcd
 from resilient_run.launcher import etcd_server
 from resilient_run.launcher.etcd_server import EmbeddedEtcd, EtcdServerError, find_etcd
 
@@ -27,13 +28,6 @@ def parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
     with tempfile.TemporaryDirectory(dir="/dev/shm") as sockets:
         monkeypatch.setattr(etcd_server, "_SOCKETS_PARENT", sockets)
         yield Path(sockets), tmp_path
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def answers(endpoint: str) -> bool:
@@ -94,7 +88,7 @@ def test_killed_owner_takes_the_server_along(parents: tuple[Path, Path]) -> None
         endpoint, _pid = owner.stdout.readline().split()
         assert answers(endpoint)
         owner.kill()
-    wait_until(lambda: not answers(endpoint))
+    wait_until(lambda: not answers(endpoint), timeout_s=20, what="its end")
     abandoned = left(parents)
     assert len(abandoned) == 2
 
@@ -103,31 +97,27 @@ def test_killed_owner_takes_the_server_along(parents: tuple[Path, Path]) -> None
             return not any(path.exists() for path in abandoned)
 
     # The kernel may still be closing the killed server's files.
-    wait_until(removed)
+    wait_until(removed, timeout_s=20, what="removal")
     assert left(parents) == []
 
 
 def test_server_that_is_killed_is_started_again_with_its_data(caplog: pytest.LogCaptureFixture) -> None:
-    async def survives(server: EmbeddedEtcd) -> None:
-        etcd = await Etcd.connect(EtcdConfig(endpoints=(server.endpoint,)))
-        try:
-            for count in range(3):
-                await etcd.put("/resilient-run/a", {"n": count})
-                server._log_path.unlink()
-                killed = server.pid
-                assert killed is not None
-                os.kill(killed, signal.SIGKILL)
-                async with asyncio.timeout(30):
-                    while server.pid == killed or not answers(server.endpoint):
-                        await asyncio.sleep(0.01)
-                entry = await etcd.get("/resilient-run/a")
-                assert entry is not None
-                assert entry.value == {"n": count}
-        finally:
-            await etcd.close()
+    async def survives(etcd: Etcd) -> None:
+        for count in range(3):
+            await etcd.put("/resilient-run/a", {"n": count})
+            server._log_path.unlink()
+            killed = server.pid
+            assert killed is not None
+            os.kill(killed, signal.SIGKILL)
+            async with asyncio.timeout(30):
+                while server.pid == killed or not answers(server.endpoint):
+                    await asyncio.sleep(0.01)
+            entry = await etcd.get("/resilient-run/a")
+            assert entry is not None
+            assert entry.value == {"n": count}
 
     with EmbeddedEtcd() as server:
-        asyncio.run(survives(server))
+        ask(server.endpoint, survives)
     assert caplog.text.count("ended with code -9 and is started again") == 3
 
 
@@ -148,7 +138,7 @@ def test_cleaner_of_old_files_spares_a_server(parents: tuple[Path, Path]) -> Non
             assert answers(endpoint)
         finally:
             owner.kill()
-    wait_until(lambda: not answers(endpoint))
+    wait_until(lambda: not answers(endpoint), timeout_s=20, what="its end")
     clean()
     assert left(parents) == []
 
@@ -162,19 +152,15 @@ def test_ctrl_c_reaches_the_owner_only() -> None:
 def test_changes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd_server, "_REMEMBERED", "1s")
 
-    async def forgotten(endpoint: str) -> None:
-        etcd = await Etcd.connect(EtcdConfig(endpoints=(endpoint,)))
-        try:
-            assert await etcd.remembers((await etcd.status()).revision)
-            async with asyncio.timeout(30):
-                while await etcd.remembers(2):
-                    await etcd.put("/resilient-run/a", {})
-                    await asyncio.sleep(0.05)
-        finally:
-            await etcd.close()
+    async def forgotten(etcd: Etcd) -> None:
+        assert await etcd.remembers((await etcd.status()).revision)
+        async with asyncio.timeout(30):
+            while await etcd.remembers(2):
+                await etcd.put("/resilient-run/a", {})
+                await asyncio.sleep(0.05)
 
     with EmbeddedEtcd() as server:
-        asyncio.run(forgotten(server.endpoint))
+        ask(server.endpoint, forgotten)
 
 
 def test_log_is_shown_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,11 @@
 """`resilientctl forget` on a real etcd: everything of a dead run goes, nothing of a live one or of a neighbour."""
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import pytest
 from click.testing import CliRunner, Result
+from etcd_process import ask
 
 from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
@@ -15,17 +14,6 @@ pytestmark = pytest.mark.jobs
 
 T = TypeVar("T")
 KEYS = ("rdzv/job", "rdzv/round", "state/watermark", "state/persisted/a")
-
-
-def ask(config: EtcdConfig, request: Callable[[Etcd], Awaitable[T]]) -> T:
-    async def main() -> T:
-        etcd = await Etcd.connect(config)
-        try:
-            return await request(etcd)
-        finally:
-            await etcd.close()
-
-    return asyncio.run(main())
 
 
 def leave_behind(config: EtcdConfig, run_id: str, *names: str) -> None:

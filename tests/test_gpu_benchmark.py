@@ -41,6 +41,7 @@ def test_a_part_that_hangs_ends_with_what_it_started() -> None:
 
 
 @pytest.mark.jobs
+@pytest.mark.nightly
 def test_a_killed_training_tells_its_hash() -> None:
     killed = run(Part(arguments=(*RUN, *TRAIN[:-1], "6", "--demo-kill", "3"), limit_s=300))
     assert killed["status"] == 0, killed["output"]

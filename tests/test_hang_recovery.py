@@ -1,6 +1,5 @@
 """Whole jobs with stopped workers: recovered in restart mode, only reported in log mode."""
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -13,9 +12,10 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 from cluster import ENDLESS, TINY, Cluster, Host, stop, wait_until
+from etcd_process import ask
 from hosts import Client
 
-from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.etcd.client import Etcd
 from resilient_run.daemon.run.observation import Observation, parse_observations
 
 pytestmark = pytest.mark.jobs
@@ -39,14 +39,7 @@ class Job:
         self.host.launch(arguments, SCRIPT, **env)
 
     def etcd(self, work: Callable[[Etcd], Awaitable[T]]) -> T:
-        async def run() -> T:
-            etcd = await Etcd.connect(EtcdConfig(endpoints=(self.endpoint,)))
-            try:
-                return await work(etcd)
-            finally:
-                await etcd.close()
-
-        return asyncio.run(run())
+        return ask(self.endpoint, work)
 
     def key(self, name: str) -> str:
         return f"/resilient-run/{self.run_id}/{name}"

@@ -1,6 +1,5 @@
 """`resilientctl import`: what a plain DCP checkpoint has reaches the registered objects, and nothing damaged does."""
 
-import asyncio
 import json
 import pickle
 import shutil
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
+from etcd_process import ask
 from test_export import make_slot, state
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -27,7 +27,7 @@ from resilient_run.ckpt.format.slot import CHUNK_BYTES
 from resilient_run.ckpt.state.state import TrainingState
 from resilient_run.ckpt.state.tree import unflatten
 from resilient_run.daemon.ctl.cli import resilientctl
-from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.tier.manifest import Persisted, RankFile
 from resilient_run.daemon.tier.tier import Tier
 
@@ -482,13 +482,9 @@ def test_run_begins_only_once(tmp_path: Path, ctl: Callable[..., Result]) -> Non
 def test_run_that_etcd_knows_does_not_begin_anew(
     tmp_path: Path, ctl: Callable[..., Result], etcd_config: EtcdConfig
 ) -> None:
-    async def commit() -> None:
-        etcd = await Etcd.connect(etcd_config)
-        await etcd.put(f"/resilient-run/{tmp_path.name}/state/watermark", {"generation": 2, "step": 11})
-        await etcd.close()
-
     source, where = exported(tmp_path), ["--etcd-endpoint", etcd_config.endpoints[0]]
-    asyncio.run(commit())
+    watermark = f"/resilient-run/{tmp_path.name}/state/watermark"
+    ask(etcd_config, lambda etcd: etcd.put(watermark, {"generation": 2, "step": 11}))
     done = ctl(source, *where, "--run-id", tmp_path.name)
     assert (done.exit_code, "has begun already and goes on from its own step 11" in done.output) == (1, True)
     assert ctl(source, *where, "--run-id", f"{tmp_path.name}-new").exit_code == 0

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,6 @@ from resilient_run.daemon.tier.tier import Tier
 pytestmark = pytest.mark.jobs
 
 TRAINER = str(Path(__file__).parent / "import_trainer.py")
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 def ctl(tmp_path: Path, *arguments: str) -> str:

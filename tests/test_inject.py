@@ -17,7 +17,6 @@ from hosts import Hosts, payload, restored_bytes
 
 from resilient_run.ckpt.errors import DaemonError, SlotError
 from resilient_run.ckpt.format.slot import Slot
-from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.inject.acts import DETACHED, LOCAL
 from resilient_run.daemon.inject.helper import MODULE
 from resilient_run.daemon.inject.victim import Victim
@@ -52,11 +51,9 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Site]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    made.injection = True
-    yield Site(made)
-    made.close()
+def site(hosts: Hosts) -> Site:
+    hosts.injection = True
+    return Site(hosts)
 
 
 def test_every_kind_has_one_way_to_be_carried_out() -> None:

@@ -1,18 +1,15 @@
 """Local steps with an outer optimizer: the published rounds, and real jobs that lose workers and hosts within one."""
 
-import asyncio
-import os
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import aclosing
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from cluster import Cluster, Host, assert_same_training, recovered, wait_until
-from launchers import run_python
+from etcd_process import entries
+from launchers import run_trainers
 from ranks import run_ranks
 from tiers import nightly_but
 from torch import Tensor, nn
@@ -21,7 +18,6 @@ from resilient_run.comm.errors import CommError
 from resilient_run.comm.local_steps import LocalSteps
 from resilient_run.comm.net.transport import Transport
 from resilient_run.daemon.comparison.digests import EqualLeaves
-from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.daemon.run.observation import Observation, parse_observations
 
 pytestmark = pytest.mark.jobs
@@ -236,6 +232,7 @@ import torch.distributed as dist
 from resilient_run.comm.local_steps import LocalSteps
 
 atexit.register(os._exit, 0)  # the last of all: a thread of Gloo can abort in Python's own end (docs/api.md)
+os.dup2(1, 2)
 dist.init_process_group("gloo")
 local = LocalSteps(torch.nn.Linear(200, 200), every=4, delay=3)
 time.sleep(dist.get_rank())
@@ -248,10 +245,7 @@ dist.destroy_process_group()
 def test_a_script_that_does_not_close_ends_well(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDS_EARLY)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = run_python([*torchrun, str(script)], {**os.environ, "OMP_NUM_THREADS": "1"})
-    assert ended.returncode == 0, ended.stderr
-    assert "call close() after the last step" in ended.stderr
+    assert "call close() after the last step" in run_trainers([str(script)], 2)
 
 
 def test_a_replica_that_diverged_goes_back_whole() -> None:
@@ -346,13 +340,6 @@ def test_wrong_arguments_and_states_are_refused() -> None:
     local.load_state_dict(good)
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
-
-
 def launched(host: Host, *script: str, nproc: int = 2, extra: tuple[str, ...] = ()) -> Host:
     host.launch(["--standalone", "--nproc-per-node", str(nproc), *extra], [TRAINER, *script])
     return host
@@ -393,20 +380,6 @@ def test_host_lost_within_a_round_comes_back_from_its_peers(cluster: Cluster, et
     assert_same_training([*hosts, standby], undisturbed)
 
 
-def keys(endpoint: str, prefix: str) -> dict[str, Entry]:
-    """Return what etcd has below `prefix`."""
-
-    async def read() -> dict[str, Entry]:
-        etcd = await Etcd.connect(EtcdConfig(endpoints=(endpoint,)))
-        try:
-            async with aclosing(etcd.follow(prefix)) as states:
-                return dict(await anext(states))
-        finally:
-            await etcd.close()
-
-    return asyncio.run(read())
-
-
 @pytest.mark.parametrize(
     "streaming", [(), ("--fragments", "2", "--delay", "2", "--every", "60", "--at-ends", "0", "--steps", "150")]
 )
@@ -424,10 +397,10 @@ def test_replicas_within_a_round_are_no_corruption(
 
     def over() -> bool:
         observations = [
-            parse_observations(entry.value) for entry in keys(etcd_endpoint, f"{run}/state/observations/").values()
+            parse_observations(entry.value) for entry in entries(etcd_endpoint, f"{run}/state/observations/").values()
         ]
         told.extend(each for several in observations for each in several if each.kind == "corruption")
-        learned = keys(etcd_endpoint, f"{run}/ckpt/equal/")
+        learned = entries(etcd_endpoint, f"{run}/ckpt/equal/")
         equal.update(int(EqualLeaves.parse(entry.value).mask.sum()) for key, entry in learned.items())
         assert host.launcher is not None
         return host.launcher.poll() is not None

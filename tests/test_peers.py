@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from cluster import wait_until
-from etcd_process import EtcdProcess
+from etcd_process import EtcdProcess, ask
 from hosts import TOPOLOGY, Client, Hosts, payload, publish, restored_bytes, wait_for_watermark
 from peer_talk import dial, hello, identity_of, listening, peer_address, some_identity, was_closed
 from proxy import Proxy
@@ -353,18 +353,16 @@ def test_commits_go_on_when_etcd_comes_back_without_the_last(tmp_path: Path, los
 def delete(directory: Path, key: str, further: int) -> None:
     """Delete a key of what an etcd has written down, and write others, which nobody sees meanwhile."""
 
-    async def deleted(endpoint: str) -> None:
-        client = await Etcd.connect(EtcdConfig(endpoints=(endpoint,)), timeout_s=30)
+    async def deleted(client: Etcd) -> None:
         assert await client.get(key), key
         await client.delete(key)
         for number in range(further):
             await client.put("/other", {"n": number})
-        await client.close()
 
     etcd = EtcdProcess(directory)
     etcd.start()
     try:
-        asyncio.run(deleted(etcd.endpoint))
+        ask(etcd.endpoint, deleted, timeout_s=30)
         etcd.end()
     finally:
         etcd.kill()

@@ -43,11 +43,9 @@ def own_hosts(tmp_path: Path, etcd: EtcdProcess) -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    made.policy = persist(tmp_path, every_steps=2)
-    yield made
-    made.close()
+def hosts(hosts: Hosts, tmp_path: Path) -> Hosts:
+    hosts.policy = persist(tmp_path, every_steps=2)
+    return hosts
 
 
 @pytest.fixture

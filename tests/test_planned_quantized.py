@@ -1,7 +1,6 @@
 """All-reduce in 8 bits as plans have it: the sums of the scheme, the bytes of the model, the same after a kill."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,6 @@ BETWEEN_HOSTS = (
     " > all_gather@intra2"
 )
 BLOCK = 256
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "planned_gpt.py")

@@ -1,6 +1,5 @@
 """Whole jobs that lose workers, daemons and hosts, and must end bit-identical to the undisturbed run."""
 
-import asyncio
 import os
 import random
 import shutil
@@ -26,10 +25,9 @@ from cluster import (
     stop,
     wait_until,
 )
-from etcd_process import EtcdProcess
+from etcd_process import EtcdProcess, entries
 
 from resilient_run.daemon.base.goodput import PHASES
-from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 
 pytestmark = pytest.mark.jobs
 
@@ -420,19 +418,6 @@ def test_etcd_without_its_data_ends_the_run_and_is_no_lost_host(cluster: Cluster
 def committed(endpoint: str, below: str) -> int:
     """Return the step of the watermark, 0 when there is none."""
     return max((entry.value["step"] for entry in entries(endpoint, f"{below}state/watermark").values()), default=0)
-
-
-def entries(endpoint: str, prefix: str) -> dict[str, Entry]:
-    """Return what etcd has below `prefix`."""
-
-    async def read() -> dict[str, Entry]:
-        etcd = await Etcd.connect(EtcdConfig(endpoints=(endpoint,)))
-        try:
-            return await etcd.list(prefix)
-        finally:
-            await etcd.close()
-
-    return asyncio.run(read())
 
 
 def test_standby_that_is_not_needed_ends_with_the_run(cluster: Cluster, etcd_endpoint: str) -> None:

@@ -13,12 +13,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cluster
 import pytest
 from cluster import stop
-from etcd_process import EtcdProcess
+from etcd_process import EtcdProcess, ask
 from launchers import start_python
 from proxy import Proxy
 from torch.distributed.elastic.rendezvous import (
@@ -32,7 +34,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
+from resilient_run.daemon.etcd.client import Entry, Etcd
 from resilient_run.daemon.run.records import Agreement, Closed, Failure, Fingerprint
 from resilient_run.daemon.run.rounds import Round, Seat
 from resilient_run.launcher.rendezvous import claim, membership, rendezvous
@@ -48,12 +50,7 @@ OUTAGE_S = 4.5
 """Longer than twice the leases of these tests."""
 
 
-def wait_until(condition: Callable[[], Any], what: str = "") -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-    return value
+wait_until = partial(cluster.wait_until, timeout_s=WAIT_S, what="what is waited for")
 
 
 class Launchers:
@@ -118,15 +115,7 @@ class Launchers:
 
     def ask(self, request: Callable[[Etcd], Awaitable[Any]]) -> Any:
         """Return what `request` gives on a client of its own."""
-
-        async def main() -> Any:
-            etcd = await Etcd.connect(EtcdConfig(endpoints=(self.endpoint,)))
-            try:
-                return await request(etcd)
-            finally:
-                await etcd.close()
-
-        return asyncio.run(main())
+        return ask(self.endpoint, request)
 
     def close(self) -> None:
         """Leave nothing behind."""

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from cluster import wait_until
 from hosts import Host, Hosts
+from launchers import start_python
 
 from resilient_run.daemon.ctl.cli import resilientctl
 from resilient_run.daemon.etcd.client import EtcdConfig
@@ -40,7 +40,7 @@ class Ranks:
                 "OMP_NUM_THREADS": "1",
             }
             streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self.processes.append(subprocess.Popen([sys.executable, str(TRAINER), *arguments], env=env, **streams))
+            self.processes.append(start_python([str(TRAINER), *arguments], env, **streams))
 
     def heard(self) -> list[dict[str, Any]]:
         """Return the next line of each rank."""

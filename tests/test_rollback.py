@@ -4,7 +4,6 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,9 @@ pytestmark = pytest.mark.jobs
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, etcd_config: EtcdConfig) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
-    made.policy = {"persist": {"target": str(tmp_path / "tier"), "every_steps": 2, "every_s": 0, "keep": 9}}
-    yield made
-    made.close()
+def hosts(hosts: Hosts, tmp_path: Path) -> Hosts:
+    hosts.policy = {"persist": {"target": str(tmp_path / "tier"), "every_steps": 2, "every_s": 0, "keep": 9}}
+    return hosts
 
 
 def rollback(

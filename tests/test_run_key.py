@@ -1,23 +1,18 @@
 """Runs with a run key, on chosen ports; and without one where everybody reaches etcd."""
 
-import asyncio
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from cluster import Cluster, Host, kill, wait_until
-from etcd_process import EtcdProcess, kept_ports
+from etcd_process import EtcdProcess, entries, kept_ports
+from launchers import run_launcher
 from peer_talk import dial
 
 from resilient_run.ckpt.errors import DaemonError
-from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 from resilient_run.daemon.trust import secret
 from resilient_run.daemon.trust.identity import Identity
 from resilient_run.daemon.trust.secret import make_key
@@ -59,14 +54,6 @@ def on_etcd(cluster: Cluster, endpoint: str) -> list[str]:
         "--rdzv-conf=lease_ttl=2,join_timeout=60",
         "--local-addr=127.0.0.1",
     ]
-
-
-@pytest.fixture(scope="module")
-def tcp_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
-    made = EtcdProcess(tmp_path_factory.mktemp("etcd"))
-    made.start()
-    yield made
-    made.kill()
 
 
 def everywhere(etcd: EtcdProcess) -> str:
@@ -114,17 +101,8 @@ def test_who_reads_an_etcd_of_this_host_alone_gets_in_nowhere(
     arguments = [*on_etcd(cluster, tcp_etcd.endpoint), f"--nnodes={nnodes}", "--rdzv-conf=last_call_timeout=0.1"]
     host.launch(arguments, [str(script)])
     wait_until(lambda: host.committed_step() > 2, timeout_s=120, what="commits", host=host)
-
-    async def read() -> dict[str, Any]:
-        etcd = await Etcd.connect(EtcdConfig(endpoints=(tcp_etcd.endpoint,)))
-        try:
-            entry = await etcd.get(f"/resilient-run/{cluster.name}/rdzv/job")
-        finally:
-            await etcd.close()
-        assert entry is not None
-        return dict(entry.value)
-
-    job = asyncio.run(read())
+    job_key = f"/resilient-run/{cluster.name}/rdzv/job"
+    job = entries(tcp_etcd.endpoint, job_key)[job_key].value
     thief = Identity(job["token"], run_id=cluster.name, incarnation=job["incarnation"], host="mallory")
     with pytest.raises(OSError, match=r"(?i)certificate verify failed|unknown ca|closed|reset"):
         dial(("127.0.0.1", port_of(host)), thief).recv(1)
@@ -148,9 +126,7 @@ def test_workers_never_see_the_key(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os; print('key' if 'RESILIENT_KEY' in os.environ else 'none')\n")
     for arguments in ([], ["--rr-off"]):
-        command = [sys.executable, "-P", "-m", "resilient_run", "--standalone", *arguments, str(script)]
-        env = {**os.environ, "RESILIENT_KEY": "k" * 40}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        done = run_launcher(["--standalone", *arguments, str(script)], {**os.environ, "RESILIENT_KEY": "k" * 40})
         assert (done.returncode, done.stdout) == (0, "none\n"), done.stderr
 
 

@@ -4,13 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import Host, kill, recovered, wait_until
 from gated import STEPS, Gate, Vault, assert_undisturbed, on_etcd, train_to
+from launchers import start_python
 from seats import seats
 
 from resilient_run.daemon.run.rounds import Round
@@ -127,7 +127,7 @@ def test_plain_torchrun_twice_on_one_host(tmp_path: Path, etcd_endpoint: str) ->
     """A killed worker restarts both; a killed launcher that comes back is taken in again."""
     script, end = tmp_path / "train.py", tmp_path / "end"
     script.write_text(TORCHRUN)
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--max-restarts=5", "--monitor-interval=0.1"]
+    command = ["-m", "torch.distributed.run", "--max-restarts=5", "--monitor-interval=0.1"]
     command += [*on_etcd(etcd_endpoint, tmp_path.name, nnodes=2, nproc=1), str(script), str(end)]
     said = tmp_path / "said"
     launchers: list[subprocess.Popen[bytes]] = []
@@ -135,7 +135,7 @@ def test_plain_torchrun_twice_on_one_host(tmp_path: Path, etcd_endpoint: str) ->
     def launch() -> subprocess.Popen[bytes]:
         env = {**os.environ, "RESILIENT_HOST_ID": "h", "OMP_NUM_THREADS": "1"}
         with said.open("ab") as output:
-            launchers.append(subprocess.Popen(command, env=env, stdout=output))
+            launchers.append(start_python(command, env, stdout=output))
         return launchers[-1]
 
     def seen() -> list[dict[str, int]]:

@@ -412,7 +412,7 @@ def test_a_benchmark_that_is_stopped_leaves_no_process(
         return False
 
     try:
-        wait_until(has_come_so_far, timeout_s=120, what=lambda: (tmp_path / "output").read_text(), pause_s=0.02)
+        wait_until(has_come_so_far, timeout_s=120, what=lambda: (tmp_path / "output").read_text())
         benchmark.send_signal(number)
         try:
             ended = benchmark.wait(120)

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -14,13 +14,6 @@ pytestmark = pytest.mark.jobs
 SCRIPT = str(Path(__file__).with_name("unhealthy_trainer.py"))
 STEPS = 40
 POISONED = range(21, 24)
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path)
-    yield made
-    made.close()
 
 
 def starts(hosts: Collection[Host]) -> dict[int, list[tuple[int, list[int]]]]:

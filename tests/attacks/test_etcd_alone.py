@@ -1,6 +1,5 @@
 """Another user of the host gets nothing from the etcd of a run, and nothing done by what it plants for the next one."""
 
-import asyncio
 import errno
 import os
 import socket
@@ -11,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import Cluster, Host, wait_until
+from etcd_process import entries
 from gated import STEPS, Gate, assert_undisturbed, jobs_at, train_to
 from second_user import as_mallory
 
-from resilient_run.daemon.etcd.client import Entry, Etcd, EtcdConfig
 from resilient_run.launcher import etcd_server
 from resilient_run.launcher.etcd_server import EmbeddedEtcd
 
@@ -30,17 +29,6 @@ PASSWORD = "not-for-everybody"
 def connect(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(path))
-
-
-def entries(endpoint: str, prefix: str) -> dict[str, Entry]:
-    async def ask() -> dict[str, Entry]:
-        etcd = await Etcd.connect(EtcdConfig.parse(endpoint, {}))
-        try:
-            return await etcd.list(prefix)
-        finally:
-            await etcd.close()
-
-    return asyncio.run(ask())
 
 
 @pytest.fixture

@@ -387,13 +387,6 @@ def bare(path: Path, _: Path) -> None:
     path.write_bytes(b"\0\xff\0")
 
 
-@pytest.fixture
-def hosts(tmp_path: Path, etcd_endpoint: str) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, run_id=tmp_path.name, config=EtcdConfig.parse(etcd_endpoint, {}))
-    yield made
-    made.close()
-
-
 def left_by(hosts: Hosts) -> tuple[Host, Path]:
     """Return a host whose daemon has ended, and the directory in which it left two committed steps of a job."""
     (trainer,) = hosts.run("a")

@@ -1,6 +1,5 @@
 """The run key and etcd's password are with launchers and daemons, and nowhere else that anybody could look."""
 
-import asyncio
 import errno
 import os
 import subprocess
@@ -13,11 +12,11 @@ import psutil
 import pytest
 from click.testing import CliRunner
 from cluster import Cluster, Host, kill, recovered, wait_until
-from etcd_process import EtcdProcess
+from etcd_process import EtcdProcess, ask
 from gated import STEPS, Gate, on_etcd, train_to
 
 from resilient_run.daemon.ctl.cli import resilientctl
-from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
+from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.tier.tier import Tier, TierError
 from resilient_run.launcher.config import options as config_options
 
@@ -94,19 +93,15 @@ def test_nobody_is_shown_a_secret(host: Host, tmp_path: Path, guarded: EtcdProce
     files = [path for place in (host.run_dir, host.shm_dir, host.events_path.parent) for path in place.rglob("*")]
     for path in files:
         assert not path.is_file() or not shows(path.read_bytes()), path
-    assert not shows(asyncio.run(everything(guarded)))
+    assert not shows(everything(guarded))
     assert host.wait(300) == 0, host.output
     assert not shows(host.output.encode())
 
 
-async def everything(etcd: EtcdProcess) -> bytes:
+def everything(etcd: EtcdProcess) -> bytes:
     """Return all keys and values of runs."""
     config = EtcdConfig(endpoints=(etcd.endpoint,), user="trainer", password=PASSWORD)
-    client = await Etcd.connect(config)
-    try:
-        return repr(await client.list("/resilient-run/")).encode()
-    finally:
-        await client.close()
+    return repr(ask(config, lambda client: client.list("/resilient-run/"))).encode()
 
 
 def test_without_recovery_workers_see_no_secret_either(tmp_path: Path, guarded: EtcdProcess) -> None:
