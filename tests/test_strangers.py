@@ -14,7 +14,6 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "strangers.py"
 
 
 @pytest.mark.lab
-@pytest.mark.nightly
 @pytest.mark.skipif(unavailable() is not None, reason=f"needs network namespaces: {unavailable()}")
 def test_a_training_is_advised_chosen_for_and_compared(tmp_path: Path) -> None:
     out = tmp_path / "found.json"

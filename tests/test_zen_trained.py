@@ -16,7 +16,6 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "zen_trained.py"
 
 
 @pytest.mark.lab
-@pytest.mark.nightly
 @pytest.mark.skipif(unavailable() is not None, reason=f"needs network namespaces: {unavailable()}")
 def test_a_model_is_trained_with_every_contender(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
