@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops.spread import Spread
-from .hash import HashMemory, hierarchical_hash
+from .hash import hierarchical_hash
 from .histogram import Parts, indices_at, partition
 from .sparse import Sparse
 
@@ -50,11 +50,7 @@ class Balanced:
             found = partition(sparse.indices, sparse.values.view(-1), self._spread)
             values = found.values.view(-1, 1)
         else:
-            rows = torch.arange(sparse.count, dtype=torch.int32, device=sparse.indices.device)
-            if self.how == "hash":
-                found = self._hash(sparse.indices, rows)
-            else:
-                found = partition(sparse.indices, rows, self._spread)
+            found = self._hashed(sparse.indices) if self.how == "hash" else self._partition(sparse.indices)
             values = sparse.values.index_select(0, found.values)
         places = torch.split(found.places, found.counts)
         return [
@@ -70,11 +66,13 @@ class Balanced:
         """Return the server of each row."""
         return self._spread.owners(indices)
 
-    def _hash(self, indices: Tensor, rows: Tensor) -> Parts:
-        """Return `rows` by server, ascending within each."""
-        numbers = torch.zeros(self.length, dtype=torch.float64, device=indices.device)
-        numbers[indices] = rows.double()
-        memory = HashMemory.of(self._spread, indices.numel() / max(1, self.length))
-        found = hierarchical_hash(numbers, indices, self._spread, memory).parts
-        ordered = torch.cat([part.sort().values for part in torch.split(found.values.int(), found.counts)])
-        return Parts(self._spread.positions(indices.index_select(0, ordered)), ordered, found.counts)
+    def _partition(self, indices: Tensor) -> Parts:
+        """Return where each index stands among these, by server."""
+        return partition(indices, torch.arange(indices.numel(), dtype=torch.int32, device=indices.device), self._spread)
+
+    def _hashed(self, indices: Tensor) -> Parts:
+        """Return the same, of indices that ascend."""
+        found = hierarchical_hash(indices, self._spread, max(1, -(-2 * indices.numel() // self.servers)))
+        ordered = torch.cat(found)
+        places = torch.searchsorted(indices, ordered, out_int32=True)
+        return Parts(self._spread.positions(ordered), places, [part.numel() for part in found])
