@@ -26,6 +26,7 @@ so it does not matter where this stops.
 """
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,7 @@ Indices = NDArray[np.intp]
 # A strategy is better than another when it is by more than the rounding of its sums.
 _ROUNDING = 1e-12
 _STEPS = 80
+_FURTHER_STEPS = 30
 _PATIENCE = 12
 _GAIN = 1e-4
 # A step changes no weight by more than this, as a logarithm.
@@ -45,8 +47,10 @@ _LONGEST_STEP = 20.0
 _WEIGHINGS = 6
 _FIRST_WIDTH = 16
 _WIDENING = 4
-# Groupings to look at.
+_WIDE = 256
+# Groupings to look at; a step of a climb counts as a quarter of one for each group that there could be.
 _MOST = 2_000_000
+_CLIMBING = 0.25
 
 
 def best_fusion(
@@ -59,8 +63,9 @@ def best_fusion(
     rest says that it cannot beat the best strategy known, and so are groups in which nothing can.
 
     The search first keeps few groupings of each prefix, the most promising ones, and then more. What it drops without
-    proof has a bound as well: nothing takes less than the least of these, or than the strategy found. The largest
-    tensor may make bounds loose: all strategies that compress it are searched by themselves, and all others.
+    proof has a bound as well: nothing takes less than the least of these, or than the strategy found. A tensor that is
+    large enough to make bounds loose is settled first: all strategies that compress it are searched by themselves, and
+    all others.
 
     Args:
         problem: Its costs may have any form.
@@ -109,15 +114,23 @@ class Bounds:
         self.size_bytes: Floats = np.array(problem.size_bytes)
         self.encode, self.send, self.decode = np.stack([problem.costs(kind) for kind in kinds], axis=1)
         self._barred: NDArray[np.bool_] = np.zeros(self.send.shape, dtype=bool)
+        # Where a climb begins: weights that are all the same.
+        count = len(self)
+        self._top = float(np.log(count * (count + 1) / 2)), np.zeros(count), np.zeros(count)
+        self._steps = _STEPS
 
     def __len__(self) -> int:
         """Return the number of tensors."""
         return len(self.backward) - 1
 
-    def settle(self, tensor: int, kind: int) -> None:
-        """Leave out all groups of other kinds that have a tensor."""
+    def settled(self, tensor: int, kind: int) -> "Bounds":
+        """Return the same without groups of other kinds that have a tensor; its climb goes on from here."""
+        found = copy(self)
+        found._steps = _FURTHER_STEPS
+        found._barred = self._barred.copy()
         others = [other for other in range(len(self.kinds)) if other != kind]
-        self._barred[others, : tensor + 1, tensor + 1 :] = True
+        found._barred[others, : tensor + 1, tensor + 1 :] = True
+        return found
 
     def mean(self, device: float, encoding: Floats, sending: Floats) -> Floats:
         """Return what each group adds to the mean with these weights; infinite for groups that are left out."""
@@ -175,12 +188,10 @@ class Bounds:
         Args:
             known_s: What some strategy takes, without the forward pass; it only sets how long steps are.
         """
-        # It begins with weights that are all the same.
-        count = len(self)
-        device, by_p, by_q = float(np.log(count * (count + 1) / 2)), np.zeros(count), np.zeros(count)
+        device, by_p, by_q = self._top
         found: list[Weights] = []
         best_s, since, pace = -np.inf, 0, 1.0
-        for _ in range(_STEPS):
+        for _ in range(self._steps):
             first, of_p, of_q = _normal(device, by_p, by_q)
             encoding, sending = (np.append(of[::-1].cumsum()[::-1], 0.0) for of in (of_p, of_q))
             made = self.proven(first, encoding, np.maximum(sending, encoding))
@@ -201,6 +212,7 @@ class Bounds:
             by_p, by_q, device = by_p + step * to_p, by_q + step * from_q, device + step * all_s
             device -= by_p.max() + by_q.max()
             by_p, by_q = by_p - by_p.max(), by_q - by_q.max()
+        self._top = device, by_p, by_q
         return found
 
     def _lengths(self, strategy: Strategy) -> tuple[float, Floats, Floats]:
@@ -227,21 +239,25 @@ def _normal(device: float, by_p: Floats, by_q: Floats) -> tuple[float, Floats, F
 
 
 class _Branch:
-    """The strategies in which the largest tensor is in a group of one kind, and what bounds them.
+    """The strategies in which some tensors are in groups of a kind that is settled, and what bounds them.
 
     Attributes:
+        bounds: What their groups cost.
         bound_s: None of them takes less.
         width: How many labels of a prefix to keep when it is their turn.
         through: What each of them with a group takes at least [kind, start, end].
+        effort: What it took to find the bounds, in groupings.
         strategies: Some of them.
     """
 
-    def __init__(self, bounds: Bounds, known_s: float) -> None:
-        self.width = _FIRST_WIDTH
+    def __init__(self, bounds: Bounds, known_s: float, bound_s: float) -> None:
+        self.bounds, self.width = bounds, _FIRST_WIDTH
         climbed = bounds.climb(known_s)
+        self._late = climbed[len(climbed) // 2 :]
         self.strategies = {weights.strategy for weights in climbed}
+        self.effort = len(climbed) * len(bounds) ** 2 * _CLIMBING
         climbed.sort(key=lambda weights: -weights.bound_s)
-        self.bound_s = climbed[0].bound_s
+        self.bound_s = max(bound_s, climbed[0].bound_s)
         self.through = np.max([bounds.through(weights) for weights in climbed[:2]], axis=0)
         weights = [*climbed[:_WEIGHINGS], *bounds.single_paths()]
         device = np.array([each.device for each in weights])[:, None]
@@ -255,6 +271,18 @@ class _Branch:
         least: Floats = (self._slopes[end] @ labels + self._offsets[end][:, None]).max(axis=0)
         return least
 
+    def undecided(self) -> tuple[int, float]:
+        """Return the tensor whose kind matters most, and about how much time the bound may be short of for it."""
+        bounds = self.bounds
+        taken = np.zeros((len(bounds.kinds), len(bounds)))
+        for group in (group for weights in self._late for group in weights.strategy):
+            taken[bounds.kinds.index(group.compressed), group.start : group.end] += 1 / len(self._late)
+        size_bytes = np.diff(bounds.size_bytes)
+        share = size_bytes / max(size_bytes.sum(), 1.0) * (1 - taken.max(axis=0))
+        swing_s = max(float(np.ptp(cost[:, 0, -1])) for cost in (bounds.encode, bounds.send, bounds.decode))
+        tensor = int(share.argmax())
+        return tensor, float(share[tensor]) * swing_s
+
 
 class _Search:
     """Labels are groupings of prefixes.
@@ -264,7 +292,7 @@ class _Search:
     """
 
     def __init__(self, problem: FusionProblem, kinds: Sequence[bool], known: Iterable[Strategy]) -> None:
-        self._problem, self._kinds, self._count = problem, kinds, len(problem)
+        self._problem, self._count = problem, len(problem)
         self._bounds = Bounds(problem, kinds)
         tensors = ([Group(index, index + 1, kind) for kind in kinds] for index in range(self._count))
         quickest = tuple(min(groups, key=lambda group: sum(problem.costs_s(group))) for groups in tensors)
@@ -277,13 +305,22 @@ class _Search:
         self._best_s = problem.finish_s(self._best)
 
     def run(self, most: float) -> FoundFusion:
-        branches = [self._branch(kind) for kind in range(len(self._kinds))]
-        while most > 0:
-            branch = min(branches, key=lambda branch: branch.bound_s)
+        # The first branch is not counted: what it takes grows with the square of the tensors, and all need it.
+        left, open_ = most, [self._branch(self._bounds)]
+        while left > 0:
+            branch = min(open_, key=lambda branch: branch.bound_s)
             if branch.bound_s >= self._limit_s:
                 break
-            most -= self._pass(branch)
-        bound_s = min(branch.bound_s for branch in branches)
+            tensor, short_s = branch.undecided()
+            worth = 0.3 if branch.width <= _WIDE else 0.1
+            if branch.width > _FIRST_WIDTH and short_s > worth * (self._best_s - branch.bound_s):
+                open_.remove(branch)
+                for kind in range(len(branch.bounds.kinds)):
+                    open_.append(self._branch(branch.bounds.settled(tensor, kind), branch.bound_s))
+                    left -= open_[-1].effort
+            else:
+                left -= self._pass(branch)
+        bound_s = min(branch.bound_s for branch in open_)
         return FoundFusion(
             strategy=self._best,
             finish_s=self._best_s,
@@ -294,10 +331,8 @@ class _Search:
     def _limit_s(self) -> float:
         return self._best_s * (1 - _ROUNDING)
 
-    def _branch(self, kind: int) -> _Branch:
-        bounds = Bounds(self._problem, self._kinds)
-        bounds.settle(int(np.diff(bounds.size_bytes).argmax()), kind)
-        made = _Branch(bounds, self._best_s)
+    def _branch(self, bounds: Bounds, bound_s: float = 0.0) -> _Branch:
+        made = _Branch(bounds, self._best_s, bound_s)
         for strategy in made.strategies:
             self._consider(strategy)
         return made
