@@ -165,7 +165,7 @@ class TriedHook(GradientHook):
             if self._trial.turn_is_over and self._said is None:
                 # Ranks do not wait for each other here: their backward passes may reach several models in any order.
                 rows = torch.zeros(self.world.size, len(own := self._trial.said()), dtype=torch.float64)
-                rows[self.world.rank] = torch.tensor(own)
+                rows[self.world.rank] = torch.tensor(own, dtype=torch.float64)
                 rows = rows.to(self._device)
                 self._said = rows, self.world.begin_all_reduce(rows)
         self._stepped_s = now_s
