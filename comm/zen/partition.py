@@ -37,17 +37,18 @@ class Balanced:
     how: Literal["exact", "hash"] = "exact"
 
     @property
-    def _spread(self) -> Spread:
+    def spread(self) -> Spread:
+        """How rows are shared among servers."""
         return Spread(numel=self.length, parts=self.servers, seed=self.seed)
 
     def size(self, server: int) -> int:
         """Return the rows of a server."""
-        return self._spread.size(server)
+        return self.spread.size(server)
 
     def split(self, sparse: Sparse) -> list[Sparse]:
         """Return for each server its rows, counted from its first one."""
         if sparse.width == 1 and self.how == "exact":
-            found = partition(sparse.indices, sparse.values.view(-1), self._spread)
+            found = partition(sparse.indices, sparse.values.view(-1), self.spread)
             values = found.values.view(-1, 1)
         else:
             found = self._hashed(sparse.indices) if self.how == "hash" else self._partition(sparse.indices)
@@ -60,19 +61,15 @@ class Balanced:
 
     def indices(self, server: int, places: Tensor) -> Tensor:
         """Return which rows of the whole stand at `places` of a server."""
-        return indices_at(places, self._spread, server)
-
-    def servers_of(self, indices: Tensor) -> Tensor:
-        """Return the server of each row."""
-        return self._spread.owners(indices)
+        return indices_at(places, self.spread, server)
 
     def _partition(self, indices: Tensor) -> Parts:
         """Return where each index stands among these, by server."""
-        return partition(indices, torch.arange(indices.numel(), dtype=torch.int32, device=indices.device), self._spread)
+        return partition(indices, torch.arange(indices.numel(), dtype=torch.int32, device=indices.device), self.spread)
 
     def _hashed(self, indices: Tensor) -> Parts:
         """Return the same, of indices that ascend."""
-        found = hierarchical_hash(indices, self._spread, max(1, -(-2 * indices.numel() // self.servers)))
+        found = hierarchical_hash(indices, self.spread, max(1, -(-2 * indices.numel() // self.servers)))
         ordered = torch.cat(found)
         places = torch.searchsorted(indices, ordered, out_int32=True)
-        return Parts(self._spread.positions(ordered), places, [part.numel() for part in found])
+        return Parts(self.spread.positions(ordered), places, [part.numel() for part in found])
