@@ -381,8 +381,10 @@ class Training:
         self.used: list[set[str]] = []
         self._local: dict[str, Tensor] = {}
         self._reached: set[str] = set()
-        for name, parameter in self._parameters(self.plain):
+        self._notes = [
             parameter.register_post_accumulate_grad_hook(partial(self._note, name))
+            for name, parameter in self._parameters(self.plain)
+        ]
 
     def _parallel(self, model: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, process_group=self.group, **self.case.ddp)
@@ -427,6 +429,8 @@ class Training:
                 if case.again is not None and case.again[0] == step:
                     self._again(case.again[1], step)
         self.hook.close()
+        for note in self._notes:  # DDP holds the parameters: nobody else would end this, with its groups and threads
+            note.remove()
 
     def _step(self, step: int) -> None:
         case = self.case
