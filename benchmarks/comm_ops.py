@@ -14,7 +14,7 @@ from typing import Any
 
 import report
 import torch
-from hash_kernels import hash_cpu, hash_op
+from hash_kernels import HashMemory, hash_cpu, hash_op
 from torch import Tensor
 
 from resilient_run.comm.ops.bitmap import bitmap_encode, bitmap_indices
@@ -23,7 +23,6 @@ from resilient_run.comm.ops.coo import coo_decode, coo_encode
 from resilient_run.comm.ops.scatter import coo_add, scatter_add
 from resilient_run.comm.ops.spread import Spread
 from resilient_run.comm.ops.topk import sampled_topk, topk
-from resilient_run.comm.zen.hash import HashMemory
 from resilient_run.comm.zen.histogram import partition
 
 Run = Callable[[], Any]

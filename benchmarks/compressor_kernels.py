@@ -19,10 +19,10 @@ from torch import Tensor
 
 from resilient_run.comm.compress.compressors import NAMES, named
 from resilient_run.comm.net.transport import from_bytes, to_bytes
-from resilient_run.comm.ops.bitmap import bitmap_bytes
+from resilient_run.comm.ops.bitmap import bitmap_bytes, unpacked
 from resilient_run.comm.ops.quantize import BLOCK, DTYPES, dequantize, quantize, scale_count
 from resilient_run.comm.ops.random import random_indices
-from resilient_run.comm.ops.signs import signs_decode, signs_encode
+from resilient_run.comm.ops.signs import signs_encode
 
 SEED = 7
 SIZES_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
@@ -51,7 +51,8 @@ def torch_coders(name: str, dense: Tensor, k: int) -> tuple[Callable[[], Tensor]
 
     def unpack(message: Tensor, count: int) -> Tensor:
         means, bitmap = from_bytes(message, (torch.float32, count), (torch.uint8, bitmap_bytes(numel)))
-        return signs_decode.on("reference")(bitmap, means if count == 2 else torch.cat([means, -means]), numel)
+        levels = means if count == 2 else torch.cat([means, -means])
+        return levels[unpacked(bitmap)[:numel].long()]
 
     if name in ("topk", "dgc"):
         select = torch_topk if name == "topk" else torch_sampled

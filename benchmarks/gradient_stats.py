@@ -168,7 +168,7 @@ def metrics(gradients: Sequence[Tensor], servers: int | None = None) -> dict[str
     ranks, first = len(gradients), gradients[0]
     parts, elements = max(2, ranks) if servers is None else servers, first.numel()
     index_sets = [sparsity.nonzero(gradient) for gradient in gradients]
-    servers_of = Balanced(length=elements, servers=parts).servers_of
+    servers_of = Balanced(length=elements, servers=parts).spread.owners
     density = fmean(indices.numel() for indices in index_sets) / max(1, elements)
     per_row = elements // first.shape[0] if first.dim() > 1 and first.shape[0] else 1
     plan = decide(_profile(gradients), ranks=ranks, numel=elements, item_bytes=4)

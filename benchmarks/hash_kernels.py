@@ -1,6 +1,8 @@
 """Zen's hierarchical hash as kernels for a CPU and for CUDA, to be timed beside the partition that Zen uses."""
 
-from typing import Any
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -9,11 +11,63 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from resilient_run.comm.ops.compaction import mark, marked
-from resilient_run.comm.ops.kernels import CudaKernel, cpu_kernel, host
+from resilient_run.comm.ops.kernels import CudaKernel, check_list, check_range, cpu_kernel, flat, host
 from resilient_run.comm.ops.op import Op
 from resilient_run.comm.ops.spread import Spread, murmur_cpu, murmur_cuda, owner_cuda
-from resilient_run.comm.zen.hash import Hashed, HashMemory, check_memory, checked, hierarchical_hash, seeds_of
+from resilient_run.comm.zen.hash import ROUNDS, fill, seeds_of
 from resilient_run.comm.zen.histogram import Parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HashMemory:
+    """Sizes of a hierarchical hash, in indices per partition.
+
+    Attributes:
+        slots: r1, for parallel hashing.
+        serial: r2, for indices that found no free slot.
+        rounds: k, how many slots an index tries.
+    """
+
+    slots: int
+    serial: int
+    rounds: int = ROUNDS
+
+    @classmethod
+    def of(cls, spread: Spread, density: float) -> Self:
+        """Return the paper's sizes for gradients of `density`: r1 = 2|G|d/n, r2 = r1/10."""
+        slots = max(1, ceil(2 * spread.numel * density / spread.parts))
+        return cls(slots=slots, serial=max(1, slots // 10))
+
+    def doubled(self) -> Self:
+        """Return twice as much memory."""
+        return replace(self, slots=2 * self.slots, serial=2 * self.serial)
+
+
+class Hashed(NamedTuple):
+    """What a hierarchical hash found.
+
+    Attributes:
+        parts: The entries of each partition, in any order.
+        spilled: Indices in serial memory.
+        memory: What sufficed: `memory` of the call, or, where that overflowed, doubled until nothing was left out.
+    """
+
+    parts: Parts
+    spilled: int
+    memory: HashMemory
+
+
+def _hash_torch(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
+    """Return the elements at the indices by the part that owns them, as Zen finds them."""
+    while True:
+        slots, spilled = fill(indices, spread, slots=memory.slots, serial=memory.serial, rounds=memory.rounds)
+        if int(spilled.max()) <= memory.serial:
+            break
+        memory = memory.doubled()
+    filled = slots.nonzero()
+    found = slots[filled[:, 0], filled[:, 1]] - 1
+    counts: list[int] = torch.bincount(filled[:, 0], minlength=spread.parts).tolist()
+    return Hashed(Parts(spread.positions(found), dense.reshape(-1)[found], counts), int(spilled.sum()), memory)
 
 
 @cpu_kernel
@@ -60,12 +114,12 @@ def _extract(slots: NDArray[np.int32], width: int, indices: NDArray[np.int32], c
 
 
 def hash_cpu(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
-    """Do what `hierarchical_hash` does, compiled for one thread."""
-    elements = checked(dense, indices, spread)
+    """Do the same, compiled for one thread."""
+    elements = flat("hierarchical_hash", dense)
     while True:
-        slots = np.zeros(check_memory(spread, memory), np.int32)
+        slots = np.zeros(spread.parts * (memory.slots + memory.serial), np.int32)
         spilled = np.zeros(spread.parts, np.int64)
-        seeds = np.array(seeds_of(spread, memory), np.int64)
+        seeds = np.array(seeds_of(spread, memory.rounds), np.int64)
         sizes = (spread.parts, spread.seed, seeds, memory.slots, memory.serial)
         _fill(host(indices), *sizes, slots, spilled)
         if spilled.max() <= memory.serial:
@@ -105,11 +159,11 @@ def _fill_kernel(
 
 
 def _hash_cuda(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory) -> Hashed:
-    elements = checked(dense, indices, spread)
-    indices = indices.contiguous()
-    seeds = torch.tensor(seeds_of(spread, memory), device=indices.device)
+    elements, indices = flat("hierarchical_hash", dense), indices.contiguous()
+    seeds = torch.tensor(seeds_of(spread, memory.rounds), device=indices.device)
     while True:
-        slots = torch.zeros(check_memory(spread, memory), dtype=torch.int32, device=indices.device)
+        size = spread.parts * (memory.slots + memory.serial)
+        slots = torch.zeros(size, dtype=torch.int32, device=indices.device)
         spilled = torch.zeros(spread.parts, dtype=torch.int32, device=indices.device)
         sizes = (spread.parts, spread.seed, seeds, memory.slots, memory.serial)
         _fill_kernel.launch(indices.numel(), indices, *sizes, slots, spilled)
@@ -122,10 +176,13 @@ def _hash_cuda(dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemor
     return Hashed(Parts(spread.positions(found), elements.index_select(0, found), counts), int(spilled.sum()), memory)
 
 
-def _unchanged(
+def _check(
     dense: Tensor, indices: Tensor, spread: Spread, memory: HashMemory
 ) -> tuple[Tensor, Tensor, Spread, HashMemory]:
-    return dense, indices, spread, memory  # each checks them itself
+    """Return what the implementations take."""
+    check_list("hierarchical_hash", indices)
+    check_range("hierarchical_hash", indices, spread.numel)
+    return dense, indices, spread, memory
 
 
-hash_op = Op(name="hierarchical_hash", check=_unchanged, reference=hierarchical_hash, cpu=hash_cpu, cuda=_hash_cuda)
+hash_op = Op(name="hierarchical_hash", check=_check, reference=_hash_torch, cpu=hash_cpu, cuda=_hash_cuda)

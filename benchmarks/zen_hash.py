@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from hash_kernels import hash_cpu
+from hash_kernels import HashMemory, hash_cpu
 from numpy.typing import NDArray
 from report import Summary, parser, table, write_json
 from torch import Tensor
@@ -24,7 +24,6 @@ from torch import Tensor
 from resilient_run.comm.ops.coo import coo_encode
 from resilient_run.comm.ops.kernels import cpu_kernel
 from resilient_run.comm.ops.spread import Spread, murmur_cpu
-from resilient_run.comm.zen.hash import HashMemory
 from resilient_run.comm.zen.histogram import partition
 
 PARTS: Final = 16

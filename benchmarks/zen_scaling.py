@@ -145,7 +145,7 @@ def _loads(cut: Even | Balanced, rows: Tensor, unit: int) -> Tensor:
         # Each stripe of as many elements as there are servers has one of each (`Spread`), and rows are whole stripes.
         assert WIDTH % cut.servers == 0
         return torch.full((cut.servers,), rows.numel() * WIDTH // cut.servers)
-    return torch.bincount(cut.servers_of(rows.int()).long(), minlength=cut.servers)
+    return torch.bincount(cut.spread.owners(rows.int()).long(), minlength=cut.servers)
 
 
 def _before(rows: Tensor, ends: Tensor, unit: int) -> Tensor:

@@ -97,7 +97,7 @@ def imbalances(steps: Iterator[list[Tensor]], rows: int) -> dict[str, Any]:
     by_rows = Balanced(length=rows, servers=WORKERS)
     fixed: dict[str, Servers] = {f"{name} of the first step": cut for name, cut in cuts(first).items()}
     fixed["even ranges"] = lambda indices: indices * WORKERS // rows
-    fixed["Zen, rows"] = lambda indices: by_rows.servers_of(indices.int()).long()
+    fixed["Zen, rows"] = lambda indices: by_rows.spread.owners(indices.int()).long()
     push: dict[str, list[float]] = {}
     pull: dict[str, list[float]] = {}
     densities, count = [], 0
@@ -111,11 +111,11 @@ def imbalances(steps: Iterator[list[Tensor]], rows: int) -> dict[str, Any]:
         elements = [_elements(each) for each in touched]
         name = "Zen, elements"
         push.setdefault(name, []).append(
-            sparsity.push_imbalance(elements, WORKERS, lambda indices: balanced.servers_of(indices).long())
+            sparsity.push_imbalance(elements, WORKERS, lambda indices: balanced.spread.owners(indices).long())
         )
         union = _elements(torch.unique(torch.cat(touched)))
         pull.setdefault(name, []).append(
-            sparsity.pull_imbalance([union], WORKERS, lambda indices: balanced.servers_of(indices).long())
+            sparsity.pull_imbalance([union], WORKERS, lambda indices: balanced.spread.owners(indices).long())
         )
     return {
         "steps": count,

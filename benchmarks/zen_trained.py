@@ -120,7 +120,7 @@ def describe(width: int, gradients: Sequence[Tensor]) -> dict[str, Any]:
 
     def zen(parts: int) -> sparsity.Mapping:
         balanced = Balanced(length=rows, servers=parts)
-        return lambda indices: balanced.servers_of(indices.int()).long()
+        return lambda indices: balanced.spread.owners(indices.int()).long()
 
     return {
         "elements": gradients[0].numel(),

@@ -80,7 +80,7 @@ def make_hook(
     ranks_per_host = _ranks_per_host(given, ranks_per_host)
     check_choice(scheme, options, ranks=given.size // ranks_per_host)
     fabric = _fabric(model, given, ranks_per_host)
-    made = _made(fabric, scheme, options, least_elements)
+    made = _made(fabric, scheme, options)
     return GradientHook(model, scheme=made, world=fabric.flat, least_elements=least_elements)
 
 
@@ -95,7 +95,7 @@ def make_tried(
     """Return a hook that trains as ever, and tries these methods; all ranks call this together."""
     given = _given(model, LEAST_ELEMENTS, ranks_per_host)
     fabric = _fabric(model, given, _ranks_per_host(given, ranks_per_host))
-    schemes = _schemes(fabric, tried, LEAST_ELEMENTS)
+    schemes = _schemes(fabric, tried)
     return TriedHook(model, trial, schemes, world=fabric.flat, least_elements=LEAST_ELEMENTS, leads=leads)
 
 
@@ -118,7 +118,7 @@ def _make_auto(
         raise CommError(f"auto: seconds must be more than 0, got {options['seconds']!r}")
     fabric = _fabric(model, given, _ranks_per_host(given, ranks_per_host))
     tried = [method for method in methods(ranks_per_host) if method.exact or options["lossy"]]
-    schemes = _schemes(fabric, tried, least_elements)
+    schemes = _schemes(fabric, tried)
     trial = Trial(tried, seconds=options["seconds"])
     return AutoHook(model, trial, schemes, world=fabric.flat, least_elements=least_elements)
 
@@ -129,13 +129,13 @@ def _fabric(model: DistributedDataParallel, given: Transport, ranks_per_host: in
     return make_fabric(ranks, ranks_per_host=ranks_per_host, device=given.device)
 
 
-def _made(fabric: Fabric, choice: Choice, options: Mapping[str, Any], least_elements: int) -> Scheme:
-    made = agreed_scheme(choice, fabric.inter, fabric.flat, options, least_elements=least_elements)
+def _made(fabric: Fabric, choice: Choice, options: Mapping[str, Any]) -> Scheme:
+    made = agreed_scheme(choice, fabric.inter, fabric.flat, options)
     return made if fabric.intra.size == 1 else TwoLevel(fabric.intra, made)
 
 
-def _schemes(fabric: Fabric, tried: Sequence[Method], least_elements: int) -> dict[str, Scheme]:
-    return {each.name: _made(fabric, each.scheme, each.options, least_elements) for each in tried if each.scheme}
+def _schemes(fabric: Fabric, tried: Sequence[Method]) -> dict[str, Scheme]:
+    return {each.name: _made(fabric, each.scheme, each.options) for each in tried if each.scheme}
 
 
 def _given(model: DistributedDataParallel, least_elements: int, ranks_per_host: int | None, **alike: Any) -> Transport:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .errors import CommError
+from .net.alike import check_alike
 from .net.collectives import broadcast_from
 from .net.entries import all_finite
 from .net.scheme import Scheme, split_as
@@ -106,11 +107,10 @@ class LocalSteps:
             raise CommError("local steps need trainable parameters, whole on each rank: give a module without sharding")
         device = next(iter(self._parameters.values())).device
         ranks = Transport.over(group, device) if group else Transport.among(range(dist.get_world_size()), device)
-        made = agreed_scheme(
-            scheme,
+        check_alike(
             ranks,
-            ranks,
-            options,
+            scheme=scheme,
+            **options,
             every=every,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
@@ -119,6 +119,7 @@ class LocalSteps:
             mixing=mixing,
             least_elements=least_elements,
         )
+        made = agreed_scheme(scheme, ranks, ranks, options)
         if every < 1 or not outer_lr > 0 or not 0 <= outer_momentum < 1:
             raise CommError(
                 f"every {every}, outer_lr {outer_lr}, outer_momentum {outer_momentum}: give at least one step, a "

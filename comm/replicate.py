@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from .compress.feedback import Memory
 from .errors import CommError
+from .net.alike import check_alike
 from .net.fabric import Fabric
 from .net.scheme import Scheme, split_as
 from .net.transport import Transport
@@ -154,7 +155,8 @@ def register_replicated(
             f"(replicate, shard) first, or use resilient_run.comm.hook.register under DDP"
         )
     ranks = Transport.over(_replicas(groups), groups[0][0].device)
-    made = agreed_scheme(scheme, ranks, ranks, options, least_elements=least_elements)
+    check_alike(ranks, scheme=scheme, **options, least_elements=least_elements)
+    made = agreed_scheme(scheme, ranks, ranks, options)
     return ReplicateHook(groups, scheme=made, least_elements=least_elements)
 
 

@@ -85,9 +85,10 @@ def tried(trial: Trial, took_s: Callable[[str, int], float]) -> list[str]:
     """Train until a trial is over; return whose steps they were. `took_s` takes a method, and how many turns it had."""
     steps: list[str] = []
     while not trial.is_over:
-        trial.advance(list)
         steps.append(trial.method)
         trial.passed(took_s(trial.method, len(trial.taken.get(trial.method, [1]))))
+        if trial.turn_is_over:
+            trial.advance(trial.said())
     return steps
 
 

@@ -7,20 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from launchers import run_on_hosts, run_trainers
 from test_advise import tried
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from resilient_run.comm.errors import CommError
 from resilient_run.comm.hook import GradientHook, register
-from resilient_run.comm.trial.advice import BASE, choice, methods
+from resilient_run.comm.net.scheme import Dense
+from resilient_run.comm.net.transport import Transport
+from resilient_run.comm.runtime.gradient_hook import synchronize
+from resilient_run.comm.trial.advice import BASE, LEAST_TURNS, Method, choice, methods
 from resilient_run.comm.trial.trial import Trial
-from resilient_run.comm.trial.tried import AutoHook
+from resilient_run.comm.trial.tried import AutoHook, TriedHook
 from resilient_run.comm.zen.zen import Zen
 from resilient_run.launcher.netlab import NetLab
 
 SCRIPT = str(Path(__file__).with_name("auto_trainer.py"))
+CROSSED = str(Path(__file__).with_name("crossed_trainer.py"))
 
 
 def on_a_slow_network(netlab: Callable[..., NetLab], rate: str, *arguments: str) -> tuple[list[dict[str, Any]], str]:
@@ -76,6 +81,49 @@ def test_sparse_gradients_stay_sparse_where_ddp_sums_them() -> None:
     assert each["same_after"]
     # Of 16 elements in each row, with 32 rows in a step; a dense sum of one step would be all rows.
     assert 0 < each["received_bytes"] < rows * 16 * 4
+
+
+@pytest.mark.jobs
+def test_ranks_may_reach_several_models_in_any_order() -> None:
+    """As with DDP alone, whose sums of a backward pass are all on their way before it waits for one."""
+    (found,) = set(run_trainers([CROSSED], 2).splitlines())
+    each = json.loads(found)
+    assert each["same"]
+    assert None not in each["chosen"], each
+    assert each["steps"] > 2 + 2 * LEAST_TURNS, "each has tried zen beside all-reduce"
+
+
+class Failing(Dense):
+    """Fails while it is told to."""
+
+    fails = True
+
+    def reduce(self, key: str, gradient: Tensor) -> Tensor:
+        if self.fails:
+            raise CommError(f"cannot sum {key}")
+        return super().reduce(key, gradient)
+
+    def is_all_reduced(self, key: str) -> bool:
+        return False
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sum_that_fails_in_a_trial_leaves_the_next_step_as_it_is() -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(300, 100), nn.Linear(100, 300)), bucket_cap_mb=0.05)
+    world = Transport(dist.group.WORLD)
+    failing = Failing(world)
+    trial = Trial([Method(name="failing", write="", exact=True, scheme="dense")], seconds=1)
+    trial.method = "failing"
+    hook = TriedHook(model, trial, {"failing": failing}, world=world, least_elements=1)
+    model.register_comm_hook(hook, synchronize)
+    with pytest.raises(CommError, match=r"^cannot sum [01]\.(weight|bias)$"):
+        model(torch.ones(1, 300)).sum().backward()
+    failing.fails = False
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 300)).sum().backward()
+        assert torch.equal(model.module[1].bias.grad, torch.ones(300))
+    hook.close()
 
 
 def test_the_fastest_is_measured_once_more() -> None:

@@ -3,13 +3,12 @@
 import pytest
 import torch
 import zen_hash
-from hash_kernels import hash_cpu, hash_op
+from hash_kernels import Hashed, HashMemory, hash_cpu, hash_op
 from op_cases import RUNNERS, Runner, lists, same, sparse
 
-from resilient_run.comm.errors import OpError
 from resilient_run.comm.ops.coo import coo_encode
 from resilient_run.comm.ops.spread import Spread, murmur
-from resilient_run.comm.zen.hash import Hashed, HashMemory, hierarchical_hash
+from resilient_run.comm.zen.hash import hierarchical_hash
 from resilient_run.comm.zen.histogram import Parts, partition
 
 
@@ -70,9 +69,15 @@ def test_random_gradients_of_any_density(seed: int) -> None:
     gradient = sparse(numel, float(torch.rand((), generator=random)), seed=seed)
     indices, values = coo_encode(gradient)
     # The planned density is too small for half of them.
-    memory = HashMemory.of(spread, 0.4)
-    for implementation in (hash_cpu, hierarchical_hash):
-        assert_complete(implementation(gradient, indices, spread, memory), partition(indices, values, spread))
+    memory, expected = HashMemory.of(spread, 0.4), partition(indices, values, spread)
+    for implementation in (hash_cpu, hash_op.reference):
+        assert_complete(implementation(gradient, indices, spread, memory), expected)
+    places = torch.split(expected.places, expected.counts)
+    for slots in (1, memory.slots):
+        found = hierarchical_hash(indices, spread, slots)
+        for part, (ours, theirs) in enumerate(zip(found, places, strict=True)):
+            assert ours.dtype == torch.int32
+            assert torch.equal(ours, spread.indices(theirs, part))
 
 
 @pytest.mark.parametrize(("rounds", "spilled"), [(1, 0.213), (2, 0.075), (3, 0.030), (4, 0.012)])
@@ -104,14 +109,3 @@ def test_the_strawman_of_the_benchmark_keeps_one_index_of_each_place() -> None:
 
 def test_sizes_are_per_partition() -> None:
     assert HashMemory.of(Spread(numel=10_000, parts=4), 0.05) == HashMemory(slots=250, serial=25, rounds=3)
-    with pytest.raises(OpError, match="each is at least 1"):
-        HashMemory(slots=0, serial=1)
-
-
-@RUNNERS
-def test_memory_that_cannot_be_indexed_is_refused(run: Runner) -> None:
-    spread, memory = Spread(numel=2, parts=2), HashMemory(slots=2**30, serial=1)
-    with pytest.raises(OpError, match="use `partition`"):
-        run(hash_op, torch.ones(2), torch.tensor([1], dtype=torch.int32), spread, memory)
-    with pytest.raises(OpError, match="3 elements, but the spread is of 2"):
-        run(hash_op, torch.ones(3), torch.tensor([1], dtype=torch.int32), spread, memory)

@@ -46,7 +46,7 @@ def test_signs_and_means(backend: Backend, dtype: torch.dtype) -> None:
         expected = torch.tensor([0.0 if math.isnan(mean) else float(mean) for mean in means])
         torch.testing.assert_close(found.means.cpu(), expected, rtol=1e-6, atol=0, msg=name)
         levels = torch.tensor([2.5, -1.5], dtype=dtype)
-        back = signs_decode.on(backend)(found.bitmap, on(backend, levels), tensor.numel())
+        back = signs_decode(found.bitmap, on(backend, levels), tensor.numel())
         assert back.dtype == dtype
         assert torch.equal(back.cpu(), torch.where(below, levels[1], levels[0])), name
 
@@ -64,9 +64,9 @@ def test_what_is_not_finite_shows_in_the_means(backend: Backend) -> None:
 def test_signs_of_another_size_are_refused(backend: Backend) -> None:
     found = signs_encode.on(backend)(on(backend, torch.ones(9)))
     with pytest.raises(OpError, match="bitmap of 17 elements is 1-D uint8 of 3 bytes"):
-        signs_decode.on(backend)(found.bitmap, found.means[:2], 17)
+        signs_decode(found.bitmap, found.means[:2], 17)
     with pytest.raises(OpError, match="levels are two floating-point numbers"):
-        signs_decode.on(backend)(found.bitmap, found.means, 9)
+        signs_decode(found.bitmap, found.means, 9)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

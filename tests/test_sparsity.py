@@ -55,8 +55,8 @@ def test_shares_are_balanced(model: str, skew: float) -> None:
     indices = [draw() for _ in range(3)]
     for servers in (2, 16, 128):
         cut = Balanced(length=length, servers=servers)
-        assert sparsity.push_imbalance(indices, servers, cut.servers_of) < 1.1
-        assert sparsity.pull_imbalance(indices, servers, cut.servers_of) < 1.1
+        assert sparsity.push_imbalance(indices, servers, cut.spread.owners) < 1.1
+        assert sparsity.pull_imbalance(indices, servers, cut.spread.owners) < 1.1
         even = Even(length=length, servers=servers)
         if skew > 1:
             # What all others would have to live with.

@@ -62,7 +62,7 @@ def test_imbalance_is_that_of_the_indices(scheme: str) -> None:
         if isinstance(cut, Even):
             ends = torch.tensor([cut.size(server) for server in range(4)]).cumsum(0)
             return torch.searchsorted(ends, indices, right=True)
-        return cut.servers_of(indices.int()).long()
+        return cut.spread.owners(indices.int()).long()
 
     assert imbalance(scheme, touched, rows) == {
         "push": sparsity.push_imbalance(units, 4, servers_of),

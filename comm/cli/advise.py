@@ -86,7 +86,7 @@ def _watching(trial: Trial, tried: list[Method], ranks_per_host: int | None) -> 
 
     def before_forward(*_: object) -> None:
         if torch.is_grad_enabled():
-            trial.advance(hooks[0].agree)
+            hooks[0].advance(trial)
         if trial.is_over:
             raise _Enough
 
@@ -98,7 +98,7 @@ def _watching(trial: Trial, tried: list[Method], ranks_per_host: int | None) -> 
 
         def take_own(state: object, hook: Callable[..., Any]) -> None:
             made.own = partial(hook, state)
-            trial.base = OWN
+            trial.base = trial.method = OWN
 
         # torch refuses a second hook; the script's is one of the methods instead.
         module.register_comm_hook = take_own  # type: ignore[method-assign]

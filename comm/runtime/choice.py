@@ -91,22 +91,18 @@ def check_number(what: str, annotation: Any, value: object) -> None:
             raise CommError(f"{what} must be {shown}, got {value!r}")
 
 
-def agreed_scheme(
-    choice: Choice, transport: Transport, among: Transport, options: Mapping[str, Any], **given: object
-) -> Scheme:
+def agreed_scheme(choice: Choice, transport: Transport, among: Transport, options: Mapping[str, Any]) -> Scheme:
     """Return what `scheme_of` returns, the same on all ranks of `among`, which call this together.
 
     Args:
-        choice: As of `scheme_of`.
+        choice: As of `scheme_of`; `check_alike` has found names and options to be the same.
         transport: The ranks of the scheme.
-        among: All that must be given the same.
+        among: All that must have the same.
         options: As of `scheme_of`.
-        given: What else must be the same.
 
     Raises:
-        CommError: As `scheme_of` and `check_alike`.
+        CommError: As `scheme_of`; or what makes a scheme has made others elsewhere.
     """
-    check_alike(among, scheme=choice, **options, **given)
     made = scheme_of(choice, transport, **options)
     if not isinstance(choice, str):
         check_alike(among, scheme=made)

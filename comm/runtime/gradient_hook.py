@@ -25,19 +25,29 @@ class Submitted:
 
     Attributes:
         future: Gets the average.
-        names: Of the parameters, in their order.
-        parameters: Those of the bucket.
-        buffer: Their gradients together; one sparse gradient alone.
-        used: Which parameters this rank's backward passes have reached, None where all are.
-        is_last: Whether no other follows in this backward pass.
+        bucket: As DDP gave it: gradients together, or one sparse gradient alone.
+        names: Of its parameters, in their order.
+        used: Which of them this rank's backward passes have reached, None where all are.
     """
 
     future: Future[Tensor]
+    bucket: GradBucket
     names: Sequence[str]
-    parameters: Sequence[Tensor]
-    buffer: Tensor
     used: list[bool] | None
-    is_last: bool
+
+
+class _Failed:
+    """In place of an average: raises the error where DDP casts it to a tensor, and says in words that it cannot."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __str__(self) -> str:
+        raise self.error
+
+
+def _raise(failed: _Failed) -> NoReturn:
+    raise failed.error
 
 
 class GradientHook(BucketSum):
@@ -73,15 +83,12 @@ class GradientHook(BucketSum):
             CommError: The hook is closed.
         """
         self.check_open()
-        parameters = bucket.parameters()
-        names = [self._names[parameter] for parameter in parameters]
+        names = [self._names[parameter] for parameter in bucket.parameters()]
         submitted = Submitted(
             future=Future(devices=[self._device] if self._device.type == "cuda" else None),
+            bucket=bucket,
             names=names,
-            parameters=parameters,
-            buffer=bucket.buffer(),
             used=self._used_of(names),
-            is_last=bucket.is_last(),
         )
         self._worker.submit(partial(self._answer, submitted), failed=partial(self._fail, submitted))
         return self.before_ddp(submitted.future, bucket)
@@ -117,10 +124,11 @@ class GradientHook(BucketSum):
         )
 
     def _answer(self, submitted: Submitted) -> None:
-        submitted.future.set_result(self._average(submitted, submitted.buffer))
+        submitted.future.set_result(self._average(submitted, submitted.bucket.buffer()))
 
     def _fail(self, submitted: Submitted, error: Exception) -> None:
-        submitted.future.set_exception(error)  # type: ignore[arg-type]
+        submitted.future._set_unwrap_func(_raise)
+        submitted.future.set_result(_Failed(error))  # type: ignore[arg-type]
 
     def _note_used(self, name: str, parameter: Tensor) -> None:
         # An output that is not in the loss makes autograd come by without a gradient.
@@ -140,7 +148,7 @@ class GradientHook(BucketSum):
         # Divided before the sum, as DDP does it: half precision overflows later.
         if buffer.is_sparse:
             return self.scheme.reduce(submitted.names[0], buffer.coalesce() / self.world.size)
-        gradients = list(zip(submitted.names, parts(buffer, submitted.parameters), strict=True))
+        gradients = list(zip(submitted.names, parts(buffer, submitted.bucket.parameters()), strict=True))
         buffer.div_(self.world.size)
         self.sum_bucket(buffer, gradients, self._unused_anywhere(gradients, submitted.used))
         return buffer

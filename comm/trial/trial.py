@@ -5,7 +5,7 @@ ranks decide alike, because they decide by the same numbers: of each turn the ti
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from statistics import median
 from typing import Final
 
@@ -23,8 +23,8 @@ _HOPELESS: Final = 1.3
 _SPARSE_BELOW: Final = 0.25
 _WORTH_ZEN: Final = 0.1
 
-Agree = Callable[[Sequence[float]], Sequence[float]]
-"""Returns the greatest of each number among all ranks, which call it together."""
+_Turns = Generator[tuple[str, int, int], Sequence[float], None]
+"""Yields turns: a method, steps that do not count, steps that do. Is sent what `said` came to on all ranks."""
 
 
 class Trial:
@@ -49,8 +49,9 @@ class Trial:
         self.is_over = False
         self._methods = {method.name: method for method in tried}
         self._seconds = seconds
-        self._turns: Iterator[tuple[str, int, int]] | None = None
-        self._warm_up = self._steps = 0
+        self._turns = self._schedule()
+        _, self._warm_up, self._steps = next(self._turns)
+        self._began_s: float | None = None
         self._step_s: list[float] = []
         self._sparse_elements = self._elements = 0
 
@@ -84,26 +85,30 @@ class Trial:
 
     def passed(self, step_s: float) -> None:
         """Record what a step took."""
+        self._began_s = self._began_s or time.monotonic()
         self._step_s.append(step_s)
 
-    def advance(self, agree: Agree) -> None:
-        """Begin the next turn if one is over; all ranks call this before each step."""
-        if self.is_over or len(self._step_s) < self._warm_up + self._steps:
-            return
-        self._turns = self._turns or self._schedule(agree)
-        if (turn := next(self._turns, None)) is None:
+    @property
+    def turn_is_over(self) -> bool:
+        """Whether all steps of the present turn have passed, so that the next one may begin."""
+        return not self.is_over and len(self._step_s) >= self._warm_up + self._steps
+
+    def said(self) -> list[float]:
+        """Return what a turn that is over came to here; all ranks go on by the greatest of each of these numbers."""
+        is_sparse = self._sparse_elements >= _WORTH_ZEN * max(self._elements, 1)
+        return [median(self._step_s[self._warm_up :]), float(is_sparse), time.monotonic() - (self._began_s or 0.0)]
+
+    def advance(self, heard: Sequence[float]) -> None:
+        """Begin the next turn, all ranks before the same step; `heard` is the greatest of what each of them `said`."""
+        try:
+            self.method, self._warm_up, self._steps = self._turns.send(heard)
+        except StopIteration:
             self.is_over = True
             self.method = self.base
-        else:
-            self.method, self._warm_up, self._steps = turn
         self._step_s.clear()
 
-    def _schedule(self, agree: Agree) -> Iterator[tuple[str, int, int]]:
-        """Yield turns: a method, steps that do not count, steps that do; hear after each how long it took."""
-        started_s = time.monotonic()
-        yield self.base, _FIRST_STEPS - 2, 2
-        is_sparse = self._sparse_elements >= _WORTH_ZEN * max(self._elements, 1)
-        step_s, sparse = agree([self._median_s(), float(is_sparse)])
+    def _schedule(self) -> _Turns:
+        step_s, sparse, _ = yield self.base, _FIRST_STEPS - 2, 2
         active = [*dict.fromkeys((self.base, BASE, *self._methods))]
         if not sparse and "zen" in active:
             active.remove("zen")
@@ -114,31 +119,30 @@ class Trial:
         steps = min(max(round(each) - _WARM_UP, _LEAST_STEPS), _MOST_STEPS)
         self.taken = {name: [] for name in active}
         for number in range(_ROUNDS):
-            yield from self._round(agree, active if number % 2 == 0 else active[::-1], steps, first=number == 0)
+            names = active if number % 2 == 0 else active[::-1]
+            elapsed_s = yield from self._round(names, steps, first=number == 0)
             if number == 0:
                 limit_s = _HOPELESS * self.taken[self.base][0]
                 schemes = [name for name, method in self._methods.items() if method.scheme]
                 for name in [name for name in schemes if name in active and self.taken[name][0] > limit_s]:
                     active.remove(name)
                     self.left_out[name] = f"its steps took {self.taken.pop(name)[0]:.3g} s in the first round"
-            (elapsed_s,) = agree([time.monotonic() - started_s])
             if len(active) == 1 or (number + 1 >= LEAST_TURNS and elapsed_s >= self._seconds):
                 break
         # The best of many is the luckiest, too: what seems to pay has to do so once more.
         if (best := self.recommended) is not None:
             for number in range(_ROUNDS):
-                yield from self._round(agree, [self.base, best][:: 1 if number % 2 else -1], steps)
+                yield from self._round([self.base, best][:: 1 if number % 2 else -1], steps)
 
     def _round(
-        self, agree: Agree, names: Iterable[str], steps: int, *, first: bool = False
-    ) -> Iterator[tuple[str, int, int]]:
+        self, names: Iterable[str], steps: int, *, first: bool = False
+    ) -> Generator[tuple[str, int, int], Sequence[float], float]:
+        """Yield a turn of each method, and return how long the trial has lasted."""
+        elapsed_s = 0.0
         for name in names:
-            yield name, _FIRST_WARM_UP if first else _WARM_UP, steps
-            (took_s,) = agree([self._median_s()])
+            took_s, _, elapsed_s = yield name, _FIRST_WARM_UP if first else _WARM_UP, steps
             self.taken[name].append(took_s)
-
-    def _median_s(self) -> float:
-        return median(self._step_s[self._warm_up :])
+        return elapsed_s
 
 
 def _density(gradient: Tensor) -> float:

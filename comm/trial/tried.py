@@ -7,12 +7,13 @@ buckets themselves are summed as ever, and no measured second passes until the n
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed import Work
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,8 +25,6 @@ from .advice import BASE, NOTHING, choice
 from .trial import Trial
 
 AUTO: Final = "auto"
-
-_NANOSECONDS: Final = 1e9
 
 Own = Callable[[GradBucket], Future[Tensor]]
 
@@ -72,9 +71,9 @@ class TriedHook(GradientHook):
         self._schemes = dict(schemes)
         self._fresh = {name: scheme.state_dict() for name, scheme in schemes.items()}
         self._method = BASE
-        self._buckets: list[GradBucket] = []
         self._begun: list[Future[Tensor]] = []
         self._held: list[Submitted] = []
+        self._said: tuple[Tensor, Work] | None = None
         self._stepped_s = self._now_s()
 
     def submit(self, bucket: GradBucket) -> Future[Tensor]:
@@ -82,7 +81,6 @@ class TriedHook(GradientHook):
         if self._trial is None:
             return super().submit(bucket)
         self._switch(self._trial)
-        self._buckets.append(bucket)
         if self._method != self._trial.base:
             return super().submit(bucket)
         if self._leads and self._trial.looks:
@@ -92,14 +90,15 @@ class TriedHook(GradientHook):
         self._begun.append(self.own(bucket))
         if not bucket.is_last():
             return self._begun[-1]
-        begun, self._begun, self._buckets = self._begun, [], []
+        begun, self._begun = self._begun, []
         return torch.futures.collect_all(begun).then(self._all_ended)
 
-    def agree(self, numbers: Sequence[float]) -> list[float]:
-        """Return the greatest of each number, of at least 0, among all ranks, which call this together."""
-        own = torch.tensor([round(number * _NANOSECONDS) for number in numbers])
-        found: list[int] = self.world.gather_numbers(own).amax(0).tolist()
-        return [number / _NANOSECONDS for number in found]
+    def advance(self, trial: Trial) -> None:
+        """Begin the next turn if one is over; all ranks call this before each step."""
+        if self._said is not None:
+            (said, work), self._said = self._said, None
+            work.wait()
+            trial.advance(said.amax(0).tolist())
 
     def _switch(self, trial: Trial) -> None:
         """Let the method of the present turn be that of the backward pass that begins."""
@@ -115,10 +114,9 @@ class TriedHook(GradientHook):
             return
         self._held.append(submitted)
         self._shadow(submitted)
-        if submitted.is_last:
+        if submitted.bucket.is_last():
             self._step_ends()
-            buckets, self._buckets = self._buckets, []
-            averages = [answer.wait() for answer in [self.own(bucket) for bucket in buckets]]
+            averages = [answer.wait() for answer in [self.own(each.bucket) for each in self._held]]
             self._stepped_s = self._now_s()
             held, self._held = self._held, []
             for each, average in zip(held, averages, strict=True):
@@ -135,7 +133,7 @@ class TriedHook(GradientHook):
             return
         trained, self.scheme = self.scheme, self._schemes.get(self._method, self.scheme)
         try:
-            self._average(submitted, submitted.buffer.clone())
+            self._average(submitted, submitted.bucket.buffer().clone())
         finally:
             self.scheme = trained
 
@@ -164,6 +162,12 @@ class TriedHook(GradientHook):
         now_s = self._now_s()
         if self._leads and self._trial is not None:
             self._trial.passed(now_s - self._stepped_s)
+            if self._trial.turn_is_over and self._said is None:
+                # Ranks do not wait for each other here: their backward passes may reach several models in any order.
+                rows = torch.zeros(self.world.size, len(own := self._trial.said()), dtype=torch.float64)
+                rows[self.world.rank] = torch.tensor(own, dtype=torch.float64)
+                rows = rows.to(self._device)
+                self._said = rows, self.world.begin_all_reduce(rows)
         self._stepped_s = now_s
 
     def _now_s(self) -> float:
@@ -189,7 +193,7 @@ class AutoHook(TriedHook):
         """Return a future of the averaged bucket; chooses at the beginning of a backward pass."""
         self.check_open()
         if self._begins and self._trial is not None:
-            self._trial.advance(self.agree)
+            self.advance(self._trial)
             if self._trial.is_over:
                 self._choose(self._trial)
         self._begins = bucket.is_last()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops.spread import Spread
-from .hash import HashMemory, hierarchical_hash
+from .hash import hierarchical_hash
 from .histogram import Parts, indices_at, partition
 from .sparse import Sparse
 
@@ -37,24 +37,21 @@ class Balanced:
     how: Literal["exact", "hash"] = "exact"
 
     @property
-    def _spread(self) -> Spread:
+    def spread(self) -> Spread:
+        """How rows are shared among servers."""
         return Spread(numel=self.length, parts=self.servers, seed=self.seed)
 
     def size(self, server: int) -> int:
         """Return the rows of a server."""
-        return self._spread.size(server)
+        return self.spread.size(server)
 
     def split(self, sparse: Sparse) -> list[Sparse]:
         """Return for each server its rows, counted from its first one."""
         if sparse.width == 1 and self.how == "exact":
-            found = partition(sparse.indices, sparse.values.view(-1), self._spread)
+            found = partition(sparse.indices, sparse.values.view(-1), self.spread)
             values = found.values.view(-1, 1)
         else:
-            rows = torch.arange(sparse.count, dtype=torch.int32, device=sparse.indices.device)
-            if self.how == "hash":
-                found = self._hash(sparse.indices, rows)
-            else:
-                found = partition(sparse.indices, rows, self._spread)
+            found = self._hashed(sparse.indices) if self.how == "hash" else self._partition(sparse.indices)
             values = sparse.values.index_select(0, found.values)
         places = torch.split(found.places, found.counts)
         return [
@@ -64,17 +61,15 @@ class Balanced:
 
     def indices(self, server: int, places: Tensor) -> Tensor:
         """Return which rows of the whole stand at `places` of a server."""
-        return indices_at(places, self._spread, server)
+        return indices_at(places, self.spread, server)
 
-    def servers_of(self, indices: Tensor) -> Tensor:
-        """Return the server of each row."""
-        return self._spread.owners(indices)
+    def _partition(self, indices: Tensor) -> Parts:
+        """Return where each index stands among these, by server."""
+        return partition(indices, torch.arange(indices.numel(), dtype=torch.int32, device=indices.device), self.spread)
 
-    def _hash(self, indices: Tensor, rows: Tensor) -> Parts:
-        """Return `rows` by server, ascending within each."""
-        numbers = torch.zeros(self.length, dtype=torch.float64, device=indices.device)
-        numbers[indices] = rows.double()
-        memory = HashMemory.of(self._spread, indices.numel() / max(1, self.length))
-        found = hierarchical_hash(numbers, indices, self._spread, memory).parts
-        ordered = torch.cat([part.sort().values for part in torch.split(found.values.int(), found.counts)])
-        return Parts(self._spread.positions(indices.index_select(0, ordered)), ordered, found.counts)
+    def _hashed(self, indices: Tensor) -> Parts:
+        """Return the same, of indices that ascend."""
+        found = hierarchical_hash(indices, self.spread, max(1, -(-2 * indices.numel() // self.servers)))
+        ordered = torch.cat(found)
+        places = torch.searchsorted(indices, ordered, out_int32=True)
+        return Parts(self.spread.positions(ordered), places, [part.numel() for part in found])
