@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 from fake_ranks import Holders, capture
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core import num_microbatches_calculator as microbatches
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from resilient_run.ckpt.errors import StateError
@@ -199,6 +200,14 @@ class Trained:
         trackers = whole["trackers"]
         return {**found, **(trackers[rank] if rank < len(trackers) else {**trackers[0], **own})}
 
+    def for_files(self, *, is_loading: bool) -> dict[str, Any]:
+        """Return what Megatron saves in its own files, and loads in other numbers of ranks."""
+        (chunk,) = self.model
+        model = chunk.module.sharded_state_dict()
+        kind = {"distrib_optim_sharding_type": "fully_reshardable"}
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=kind)
+        return {"model": model, "optimizer": optimizer}
+
     @torch.no_grad()
     def take(self, given: dict[str, Any]) -> None:
         """Go on with what `gathered` returned."""
@@ -285,8 +294,12 @@ def join(directory: Path, number: int, tensor: int) -> None:
     whole = trained.joined(trained.gathered())
     state = TrainingState({"megatron": trained.state}, rng=True)
     capture(directory / f"{number}.{rank}", state, rank=rank, world_size=ranks).close()
+    files = directory / f"{number}.files"
     if rank == 0:
         torch.save(whole, directory / f"{number}.joined")
+        files.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(trained.for_files(is_loading=False), str(files))
     trained.end()
 
 
@@ -309,17 +322,47 @@ def divide(directory: Path, number: int, tensor: int) -> None:
     assert_same(by_hand.gathered(), went_on[1])
     by_hand.end()
     holders.close()
+    by_files = Trained(f"{WAYS[number]} --tensor {tensor}", 9, MODELS[number % 2])
+    by_files.train(1)  # Megatron's optimizer needs its states
+    loaded = dist_checkpointing.load(by_files.for_files(is_loading=True), str(directory / f"{number}.files"))
+    by_files.model[0].module.load_state_dict(loaded["model"])
+    put = DistributedOptimizer._set_main_param_and_optimizer_states
+    # It knows the Adams of others, which count steps elsewhere than torch's.
+    counted = lambda self, model, tensors: put(self, model, {**tensors, "step": torch.zeros(())})  # noqa: E731
+    with mock.patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", counted):
+        by_files.optimizer.load_state_dict(loaded["optimizer"])
+    tensors = {key for key in expected if key.startswith(("parameter ", "master ", "exp_avg"))}
+    found = by_files.gathered()
+    assert_same({key: found[key] for key in tensors}, {key: expected[key] for key in tensors})
+    by_files.end()
 
 
 def refuse(directory: Path, number: int) -> None:
-    """Nothing is changed where other ranks divide the model, or the optimizer's buckets are others."""
+    """Nothing is changed where the optimizer's buckets are others, the vocabulary, or what divides the model.
+
+    As many ranks cannot divide it otherwise, and others only with another number of ranks of tensor parallelism.
+    """
     rank, ranks, before = dist.get_rank(), dist.get_world_size(), len(list(directory.glob(f"{number}.[0-9]")))
-    trained = Trained(WAYS[number].replace("--tensor 2", "--tensor 1").replace("--overlap", ""), 5)
+    way = WAYS[number].replace("--overlap", "")
+    for kind in ("tensor", "pipeline", "chunks", "expert"):
+        way = way.replace(f"--{kind} 2", f"--{kind} 1")
+    vocabulary = 96 if ranks != before and way.endswith("--tensor 1") else with_megatron.VOCABULARY
+    with mock.patch.object(with_megatron, "VOCABULARY", vocabulary):
+        trained = Trained(way, 5)
     trained.train(1)
     was = trained.gathered()
     slots = {each: Slot.open(directory / f"{number}.{each}", writable=True) for each in range(before)}
     state = TrainingState({"megatron": trained.state}, rng=False)
-    told = r"(no rank|this rank) had|Megatron's optimizer has other parameters or shards than in the checkpoint"
+    if vocabulary == 96:
+        told = r"is \[64, 32\] in the checkpoint, \[96, 32\] now: give the model the sizes that it had"
+    elif ranks != before:
+        told = "no rank had the whole model in 1 chunk.s., as this one has now. Change the numbers of data- and tensor-"
+    elif "--tensor 2" in WAYS[number]:
+        told = (
+            "this rank had .*, rank . of 2 of tensor parallelism, and has .*, rank 0 of 1 of tensor parallelism, now: "
+        )
+    else:
+        told = "Megatron's optimizer has other parameters or shards than in the checkpoint"
     if ranks == before:
         header = slots[rank].header()
         whole = torch.frombuffer(slots[rank].buffer, dtype=torch.uint8)

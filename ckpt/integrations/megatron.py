@@ -174,15 +174,15 @@ class MegatronState:
         """
         masters, halves = self._masters(), self._halves()
         had, now = (
-            f"tensor-parallel rank {each['tensor']} of {each['place']}"
+            f"{each['place']}, rank {each['tensor'][0]} of {each['tensor'][1]} of tensor parallelism"
             if "tensor" in each
             else "what an earlier version kept"
-            for each in (state, {"tensor": self._tensor, "place": self._place})
+            for each in (state, {"place": self._place, "tensor": self._tensor})
         )
         if had != now:
             raise StateError(
-                f"this rank had {had}, and has {now} now: give Megatron the parallel sizes that it had, or start "
-                "another number of ranks"
+                f"this rank had {had}, and has {now}, now: give Megatron the parallel sizes that it had, or change that "
+                "of tensor parallelism with the number of ranks"
             )
         parameters = self._parameters(masters)
         if (state["sharded"], state[FLAT]) != (self._names_of_shards(), self._flats(parameters, masters, halves)):
