@@ -332,8 +332,8 @@ class Assembly(ABC):
                 first, known = found.setdefault((part.begin, *part[4:]), (leaf, part))
                 if part.shape != shape:
                     raise StateError(
-                        f"{path}: {name} is {list(part.shape)} in the checkpoint, {list(shape)} now: give the model the "
-                        "sizes that it had"
+                        f"{path}: {name} is {list(part.shape)} in the checkpoint, {list(shape)} now: give the model "
+                        "the sizes that it had"
                     )
                 is_wanted = part.begin < wanted.end and wanted.begin < part.end
                 compared = first != leaf and is_wanted and self._is_compared(first[0], leaf[0])

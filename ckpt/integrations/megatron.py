@@ -181,8 +181,8 @@ class MegatronState:
         )
         if had != now:
             raise StateError(
-                f"this rank had {had}, and has {now}, now: give Megatron the parallel sizes that it had, or change that "
-                "of tensor parallelism with the number of ranks"
+                f"this rank had {had}, and has {now}, now: give Megatron the parallel sizes that it had, or change "
+                "that of tensor parallelism with the number of ranks"
             )
         parameters = self._parameters(masters)
         if (state["sharded"], state[FLAT]) != (self._names_of_shards(), self._flats(parameters, masters, halves)):
