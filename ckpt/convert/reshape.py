@@ -229,25 +229,30 @@ class _Reshaping(Assembly):
         self._engines += (f"{name}: ",)
         now = entries(self._objects_now[name])
         of_ranks = {rank: entries(node) for rank, node in nodes.items()}
-        alike = {rank: parts for rank, parts in of_ranks.items() if parts.get("place") == now.get("place")}
-        if not alike:
+        placed = {
+            rank: parts
+            for rank, parts in of_ranks.items()
+            if (parts.get("place"), "tensor" in parts) == (now.get("place"), "tensor" in now)
+        }
+        if not placed:
             self.refused.append(
                 f"{name}: no rank had {now['place']}, as this one has now. Change the numbers of data- and "
                 "tensor-parallel ranks alone, or start as many ranks as before"
             )
             return nodes[self._first]
         if "place" in now:
-            self._twins = {rank for rank, parts in of_ranks.items() if parts["tensor"] == now["tensor"]}
+            self._twins = {rank for rank, parts in of_ranks.items() if parts.get("tensor") == now["tensor"]}
             # As Megatron's own checkpoints: replicas have random states in common, or each its own.
-            elders = [rank for rank, parts in alike.items() if parts["tensor"][1] == now["tensor"][1]]
-            is_new, elders = not elders, sorted(elders or alike)
+            elders = [rank for rank, parts in placed.items() if parts["tensor"][1] == now["tensor"][1]]
+            is_new, elders = not elders, sorted(elders or placed)
             self._elder = elders[now["index"] % len(elders)]
-            alike = {rank: parts for rank, parts in alike.items() if rank in self._twins or not self._twins}
+        alike = {rank: parts for rank, parts in placed.items() if rank in self._twins} or placed
         buffers = f"{name}.buffers." if self._twins or "place" not in now else None
         rule = Rule(flats=self._flats_now, may_differ=lambda path: buffers is not None and path.startswith(buffers))
         made = dict(now)
         for key in (each for each in now if each not in _OWN):
-            found = {rank: parts[key] for rank, parts in alike.items() if key in parts}
+            several = placed if key == "parameters" else alike  # of which ranks may have parts
+            found = {rank: parts[key] for rank, parts in several.items() if key in parts}
             if key == "streams" and is_new:
                 made[key] = self._given(f"{name}.{key}", self._state.objects[name].state_dict()[key])
                 continue
