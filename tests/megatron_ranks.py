@@ -8,6 +8,7 @@ With `--tensor N`, `join` and `divide` do so in N ranks of tensor parallelism, a
 import argparse
 import copy
 import logging
+import multiprocessing
 import os
 import shlex
 import sys
@@ -24,6 +25,7 @@ import torch.nn.functional as functional
 from fake_ranks import Holders, capture
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core import num_microbatches_calculator as microbatches
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -300,6 +302,10 @@ def join(directory: Path, number: int, tensor: int) -> None:
         files.mkdir()
     dist.barrier()
     dist_checkpointing.save(trained.for_files(is_loading=False), str(files))
+    filesystem_async._results_queue = None
+    for helper in multiprocessing.active_children():  # which would outlive this process
+        helper.terminate()
+        helper.join()
     trained.end()
 
 
@@ -323,7 +329,7 @@ def divide(directory: Path, number: int, tensor: int) -> None:
     by_hand.end()
     holders.close()
     by_files = Trained(f"{WAYS[number]} --tensor {tensor}", 9, MODELS[number % 2])
-    by_files.train(1)  # Megatron's optimizer needs its states
+    by_files.train(STEPS)  # Megatron's optimizer needs its states, which the first steps may not make
     loaded = dist_checkpointing.load(by_files.for_files(is_loading=True), str(directory / f"{number}.files"))
     by_files.model[0].module.load_state_dict(loaded["model"])
     put = DistributedOptimizer._set_main_param_and_optimizer_states

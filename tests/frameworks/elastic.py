@@ -271,9 +271,9 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
     if isinstance(model, FullyShardedDataParallel):
         return list(model.state_dict().values())
     if partitioned := [each for each in model.parameters() if hasattr(each, "ds_id")]:
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
-        with GatheredParameters(partitioned):
+        with deepspeed.zero.GatheredParameters(partitioned):
             return [each.detach().clone() for each in partitioned]
     return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
 
