@@ -328,6 +328,8 @@ def divide(directory: Path, number: int, tensor: int) -> None:
     assert_same(by_hand.gathered(), went_on[1])
     by_hand.end()
     holders.close()
+    if trained.overlapped:
+        return  # of several buckets, Megatron loads the states of other parameters
     by_files = Trained(f"{WAYS[number]} --tensor {tensor}", 9, MODELS[number % 2])
     by_files.train(STEPS)  # Megatron's optimizer needs its states, which the first steps may not make
     loaded = dist_checkpointing.load(by_files.for_files(is_loading=True), str(directory / f"{number}.files"))

@@ -305,11 +305,11 @@ class MegatronState:
             if hasattr(optimizer, "model_param_gbuf_map"):
                 shard = optimizer._get_model_param_range_map(model)["param"]
                 begin, size = shard.start, shard.size
-            name, parts = whole[id(model)]
+            name, pieces = whole[id(model)]
             group = f" of group {number}" if number >= 0 else ""
             is_told = self._place and model.is_contiguous() and tensor.is_contiguous() and tensor.numel() == size
             ranges: list[Range] = []
-            for key, shape, offset, local, first in parts:
+            for key, shape, offset, local, first in pieces:
                 low, high = max(begin, first), min(begin + size, first + prod(local))
                 if low < high:
                     ranges += divided(key + group, shape, offset, local, low - first, low - begin, high - low)
