@@ -37,17 +37,15 @@ class Samples(Dataset[dict[str, Any]]):
 class Net(nn.Module):
     """Notes the numbers that it is trained with."""
 
-    def __init__(self, kind: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        # ZeRO has weights of 4 bytes.
-        self.dtype = torch.float32 if kind.startswith("zero") else torch.float64
-        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).to(self.dtype)
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.training:
             noted.append(number.tolist())
-        return {"loss": nn.functional.mse_loss(self.net(x.to(self.dtype)), labels.to(self.dtype))}
+        return {"loss": nn.functional.mse_loss(self.net(x), labels)}
 
 
 noted: list[list[int]] = []
@@ -79,22 +77,6 @@ def replayed(steps: list[list[list[list[int]]]], rates: dict[int, float], *, div
 
 def accumulated() -> int:
     return ACCUMULATE[int(os.environ["WORLD_SIZE"])]
-
-
-def zero(kind: str) -> dict[str, Any]:
-    """Return the configuration of a stage of ZeRO, of which no rank keeps a parameter whole."""
-    import deepspeed
-
-    assert deepspeed
-    # A rank that is killed while it compiles this operator leaves a lock, for which all that come later wait.
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    return {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": accumulated(),
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0},
-    }
 
 
 def say(**fields: object) -> None:
@@ -129,9 +111,9 @@ def audit(gate: Path) -> None:
 
 
 def accelerate(kind: str, _directory: str) -> nn.Module:
-    if kind.startswith("fsdp"):
+    if kind != "ddp":
         import on_cpu
-    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import set_seed
 
     from resilient_run.integrations.accelerate import AcceleratorCheckpointer
@@ -142,16 +124,13 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
         kept = {"use_orig_params": True} if kind == "fsdp1" else {}
         plugin = FullyShardedDataParallelPlugin(fsdp_version=int(kind[-1]), auto_wrap_policy="no_wrap", **kept)
         accelerator = Accelerator(gradient_accumulation_steps=accumulated(), fsdp_plugin=plugin)
-    elif kind.startswith("zero"):
-        plugin = DeepSpeedPlugin(hf_ds_config=zero(kind))
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated(), deepspeed_plugin=plugin)
     else:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated())
-    model = Net(kind)
+    model = Net()
     model, optimizer, loader, other = accelerator.prepare(
         model, optimizer_of(model), DataLoader(Samples(), BATCH, shuffle=True), DataLoader(Samples(), 4)
     )
-    if kind.startswith("fsdp"):
+    if kind != "ddp":
         on_cpu.scale_no_sums(model)
     checkpointer = AcceleratorCheckpointer(accelerator)
     checkpointer.restore()
@@ -169,7 +148,7 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
 
 
 def transformers(kind: str, directory: str) -> nn.Module:
-    if kind.startswith("fsdp"):
+    if kind != "ddp":
         import on_cpu
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -177,7 +156,7 @@ def transformers(kind: str, directory: str) -> nn.Module:
 
     class Watches(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-            if kind.startswith("fsdp"):
+            if kind != "ddp":
                 on_cpu.scale_no_sums(model)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, optimizer: Any = None, **__: Any) -> None:
@@ -186,8 +165,6 @@ def transformers(kind: str, directory: str) -> nn.Module:
     how: dict[str, Any] = {"use_cpu": True}
     if kind.startswith("fsdp"):
         how = {"fsdp": True, "fsdp_config": {"version": int(kind[-1])}}
-    elif kind.startswith("zero"):
-        how["deepspeed"] = zero(kind)
     arguments = TrainingArguments(
         output_dir=directory,
         num_train_epochs=EPOCHS,
@@ -206,7 +183,7 @@ def transformers(kind: str, directory: str) -> nn.Module:
         **how,
     )
     trainer = Trainer(
-        model=Net(kind),
+        model=Net(),
         args=arguments,
         train_dataset=Samples(),
         eval_dataset=Samples(),
@@ -270,11 +247,6 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
     """Return all of each parameter."""
     if isinstance(model, FullyShardedDataParallel):
         return list(model.state_dict().values())
-    if partitioned := [each for each in model.parameters() if hasattr(each, "ds_id")]:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters(partitioned):
-            return [each.detach().clone() for each in partitioned]
     return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
 
 
