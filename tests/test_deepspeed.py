@@ -197,6 +197,14 @@ def test_step_between_micro_batches_is_refused() -> None:
     assert "told StateError the engine has accumulated gradients of 1 of 2 micro-batches" in told.stdout, told.stderr
 
 
+def test_accumulation_that_the_script_changes_goes_on_as_undisturbed(tmp_path: Path) -> None:
+    """The configuration says three micro-batches, `set_train_batch_size()` two, before a restore or after it."""
+    said = run(tmp_path, "1", str(FRAMEWORKS / "deepspeed_rounds.py"), str(tmp_path))
+    found = [line for line in said if line.startswith("update ")]
+    whens = ("undisturbed", "before", "after")
+    assert found == [f"update {stage} {when} 2 True" for stage in range(4) for when in whens]
+
+
 @pytest.mark.parametrize("sizes", ["423", "314"])
 def test_another_number_of_ranks_has_what_deepspeed_gathers(tmp_path: Path, sizes: str) -> None:
     """In every stage, with groups of weights that are others in each number of ranks."""

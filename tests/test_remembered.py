@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from resilient_run.ckpt.integrations import remembered as looks
-from resilient_run.ckpt.integrations.remembered import Remembered
+from resilient_run.ckpt.integrations.remembered import Attributes, Remembered
 
 SCALE = [1.0]
 TABLE = {"a": {"b": 1}}
@@ -125,6 +125,18 @@ def test_what_checkpoints_have_may_change() -> None:
         model.weight.mul_(2)
     model.eval()
     random.random(), np.random.random(), torch.rand(1)
+    assert remembered.changed() is None
+
+
+def test_what_zero_3_finds_in_each_process_is_left_out() -> None:
+    """It notes parameters that a module gives to others, by addresses of the process, in the first forward pass."""
+    model: Any = Model()
+    model._external_params = {}
+    attributes, remembered = Attributes([model], model.modules()), Remembered({"model": model})
+    attributes.begin()
+    remembered.begin()
+    model._external_params[id(model.weight)] = model.weight
+    assert all("_external_params" not in nodes for nodes in attributes.state_dict().values())
     assert remembered.changed() is None
 
 

@@ -22,7 +22,8 @@ from ..state.flat import parse as parse_flats
 from ..state.tree import OPTIONAL_PARTS, Flattener, entries, shard_spec, unflatten
 from .captures import BATCH_BYTES, Captures
 from .payload import Made, Piece, fill
-from .pieces import Box, missing, place
+from .pieces import Box as Side
+from .pieces import missing, place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +84,9 @@ def flats_of(objects: Mapping[str, Node], tensors: Sequence[TensorSpec]) -> dict
         leaves = leaf_paths(node)
         for path, ranges in parse_flats(entries(node)[FLAT]).items():
             index, parts = leaves.get(path, len(tensors)), [] if isinstance(ranges, str) else ranges
-            if index >= len(tensors) or any(each.at + each.size > prod(tensors[index].shape) for each in parts):
+            if index >= len(tensors) or any(
+                each.at + each.size * each.times > prod(tensors[index].shape) for each in parts
+            ):
                 raise SlotError(f"manifest tells of a flat tensor {name}.{path} that is not there, or is shorter")
             found[f"{name}.{path}"] = Flat(index=index, shape=tensors[index].shape, ranges=ranges)
     return found
@@ -284,7 +287,7 @@ class Assembly(ABC):
         holes = missing(path, shape, [(piece.offset, piece.size) for piece in parts.values()])
         if holes and not self.is_partial:
             raise StateError(f"{path}: no rank holds {holes} of its {prod(shape)} elements")
-        box: Box = ((0,) * len(shape), shape)
+        box: Side = ((0,) * len(shape), shape)
         made_spec = replace(spec, shape=shape, shard=None, stride=None, within=None)
         if target is not None:
             if tuple(target.shape) != shape:
@@ -322,28 +325,58 @@ class Assembly(ABC):
             for part in cast(Sequence[Range], parts):
                 of_name.setdefault(part.name, []).append(((rank, index), part))
         alike = set()
-        for name, shape, begin, at, size in ranges:
-            found: dict[tuple[int, int], tuple[tuple[int, int], Range]] = {}
+        for wanted in ranges:
+            name, shape = wanted.name, wanted.shape
+            found: dict[tuple[int, ...], tuple[tuple[int, int], Range]] = {}
             for leaf, part in of_name.get(name, ()):
-                first, known = found.setdefault((part.begin, part.size), (leaf, part))
+                first, known = found.setdefault((part.begin, *part[4:]), (leaf, part))
                 if part.shape != shape:
-                    raise StateError(f"{path}: {name} is {list(part.shape)} in the checkpoint, {list(shape)} now")
-                is_wanted = part.begin < begin + size and begin < part.begin + part.size
-                if first != leaf and is_wanted and (first, leaf) not in alike:
+                    raise StateError(
+                        f"{path}: {name} is {list(part.shape)} in the checkpoint, {list(shape)} now: give the model "
+                        "the sizes that it had"
+                    )
+                is_wanted = part.begin < wanted.end and wanted.begin < part.end
+                compared = first != leaf and is_wanted and self._is_compared(first[0], leaf[0])
+                if compared and (first, leaf) not in alike:
                     alike.add((first, leaf))
                     if known != part or self._unlike(first, dict([leaf])):
                         raise StateError(f"{path}: ranks {first[0]} and {leaf[0]} hold different values of {name}")
-            holes = missing(name, (prod(shape),), [((part.begin,), (part.size,)) for _, part in found.values()])
+            parts = [part for _, part in found.values()]
+            width = max(part.every for part in (wanted, *parts)) or prod(shape)
+            if any(part.every not in (0, width) for part in (wanted, *parts)):
+                raise StateError(f"{path}: ranks have divided {name} in other dimensions")
+            boxes = [(leaf, box) for leaf, part in found.values() for box in part.boxes(width)]
+            sides: list[Side] = [((box.row, box.column), (box.rows, box.columns)) for _, box in boxes]
+            holes = missing(name, (prod(shape) // width, width), sides)
             if holes and not self.is_partial:
                 raise StateError(f"{path}: no rank holds {holes} of the {prod(shape)} elements of {name}")
-            for (rank, index), part in found.values():
-                low, high = max(begin, part.begin), min(begin + size, part.begin + part.size)
-                if low < high:
-                    where = at + low - begin
-                    start = part.at + low - part.begin
-                    yield Piece(rank=rank, index=index, offset=(where,), size=(high - low,), start=start)
+            for target in wanted.boxes(width):
+                for (rank, index), box in boxes:
+                    row, column = max(target.row, box.row), max(target.column, box.column)
+                    rows = min(target.row + target.rows, box.row + box.rows) - row
+                    columns = min(target.column + target.columns, box.column + box.columns) - column
+                    if rows > 0 and columns > 0:
+                        where, start = (
+                            each.at + (row - each.row) * each.columns + column - each.column for each in (target, box)
+                        )
+                        every = box.columns, target.columns
+                        if every == (columns, columns):  # it lies together
+                            columns, rows = columns * rows, 1
+                        yield Piece(
+                            rank=rank,
+                            index=index,
+                            offset=(where,),
+                            size=(columns,),
+                            start=start,
+                            times=rows,
+                            every=every,
+                        )
 
-    def _distance(self, rank: int) -> tuple[bool, int]:
+    def _is_compared(self, one: int, other: int) -> bool:
+        """Tell whether what two ranks have of one parameter must be the same."""
+        return True
+
+    def _distance(self, rank: int) -> tuple[int, ...]:
         """Order ranks by how near their slots are; those that are elsewhere are shared out."""
         return rank not in self._captures.local, (rank - self._rank) % len(self._saved)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from ..format.manifest import Layout, TensorSpec
 from ..state.tree import Leaf, bytes_of
@@ -16,7 +17,8 @@ from .captures import BATCH_BYTES, Captures
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
     """A part of a tensor that one rank's slot has: of leaf `index` of `rank`, from element `start` on, what lies at
-    `offset` and has `size`.
+    `offset` and has `size`. Of a flat tensor, these are `times` as many, `every[0]` elements apart there, and
+    `every[1]` apart in what is made.
     """
 
     rank: int
@@ -24,6 +26,8 @@ class Piece:
     offset: tuple[int, ...]
     size: tuple[int, ...]
     start: int = 0
+    times: int = 1
+    every: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +86,11 @@ def _rows(captures: Captures, made: Made, piece: Piece) -> tuple[int, int, tuple
 
     Those are whole rows of its first dimension.
     """
+    manifest = captures.ranks[piece.rank].manifest
+    itemsize = manifest.tensors[piece.index].itemsize
+    start = manifest.offsets[piece.index] + piece.start * itemsize
+    if piece.times > 1:  # flat tensors are made whole
+        return start, start + ((piece.times - 1) * piece.every[0] + piece.size[0]) * itemsize, (), ()
     begins = [max(*pair) for pair in zip(made.offset, piece.offset, strict=True)]
     ends = [
         min(start + size, other + length)
@@ -89,9 +98,6 @@ def _rows(captures: Captures, made: Made, piece: Piece) -> tuple[int, int, tuple
     ]
     if any(begin >= end for begin, end in zip(begins, ends, strict=True)) or 0 in made.size:
         return None
-    manifest = captures.ranks[piece.rank].manifest
-    itemsize = manifest.tensors[piece.index].itemsize
-    start = manifest.offsets[piece.index] + piece.start * itemsize
     source = [slice(begin - at, end - at) for begin, end, at in zip(begins, ends, piece.offset, strict=True)]
     target = tuple(slice(begin - at, end - at) for begin, end, at in zip(begins, ends, made.offset, strict=True))
     if not source:
@@ -113,6 +119,12 @@ def _fill(captures: Captures, made: Made, target: Any) -> None:
         if (rows := _rows(captures, made, piece)) is not None:
             begin, end, source, where = rows
             data = captures.data(piece.rank, begin, end)
+            if piece.times > 1:
+                size = piece.times, piece.size[0] * stored.itemsize
+                before, after = ((each * stored.itemsize, 1) for each in piece.every)
+                rows_there = as_strided(np.frombuffer(data, dtype=np.uint8), size, before)
+                as_strided(raw[piece.offset[0] * stored.itemsize :], size, after)[:] = rows_there
+                continue
             count = source[0].stop if source else 1
             shape = (count, *piece.size[1:], place.shape[-1]) if source else (place.shape[-1],)
             place[where] = np.frombuffer(data, dtype=np.uint8).reshape(shape)[source]

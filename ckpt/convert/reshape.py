@@ -27,7 +27,7 @@ _BUFFERS: Final = "buffers"
 _PLACES: Final = "places"
 _FLATS: Final = {"masters": "masters", "states": "masters", "halves": "halves"}
 """Keys of an engine's state that have flat tensors, or what belongs to those below another key."""
-_OWN: Final = ("place", "index", "microbatches", FLAT)
+_OWN: Final = ("place", "tensor", "index", "microbatches", FLAT)
 """Keys of what follows from the number of ranks that there are now."""
 _EXPORT: Final = "start as many ranks as before, or export the step (resilientctl export) and load that in a new run id"
 _RESHARD: Final = (
@@ -80,6 +80,7 @@ class _Reshaping(Assembly):
         self._rebuilt: set[str] = set()
         self._engines: tuple[str, ...] = ()  # how the paths of what they have begin
         self._elder: int | None = None  # whose random states this rank takes, if an engine tells it
+        self._twins: set[int] = set()  # who had the same part of each parameter
 
     def tree(self) -> Node:
         saved = self._saved[self._first]
@@ -228,22 +229,35 @@ class _Reshaping(Assembly):
         self._engines += (f"{name}: ",)
         now = entries(self._objects_now[name])
         of_ranks = {rank: entries(node) for rank, node in nodes.items()}
-        alike = {rank: parts for rank, parts in of_ranks.items() if parts.get("place") == now.get("place")}
-        if not alike:
+        placed = {
+            rank: parts
+            for rank, parts in of_ranks.items()
+            if (parts.get("place"), "tensor" in parts) == (now.get("place"), "tensor" in now)
+        }
+        if not placed:
             self.refused.append(
-                f"{name}: no rank had {now['place']}, as this one has now. Change the number of data-parallel ranks "
-                "alone, or start as many ranks as before"
+                f"{name}: no rank had {now['place']}, as this one has now. Change the numbers of data- and "
+                "tensor-parallel ranks alone, or start as many ranks as before"
             )
             return nodes[self._first]
         if "place" in now:
+            self._twins = {rank for rank, parts in of_ranks.items() if parts.get("tensor") == now["tensor"]}
             # As Megatron's own checkpoints: replicas have random states in common, or each its own.
-            self._elder = sorted(alike)[now["index"] % len(alike)]
-        rule = Rule(flats=self._flats_now, may_differ=lambda path: path.startswith(f"{name}.buffers."))
+            elders = [rank for rank, parts in placed.items() if parts["tensor"][1] == now["tensor"][1]]
+            is_new, elders = not elders, sorted(elders or placed)
+            self._elder = elders[now["index"] % len(elders)]
+        alike = {rank: parts for rank, parts in placed.items() if rank in self._twins} or placed
+        buffers = f"{name}.buffers." if self._twins or "place" not in now else None
+        rule = Rule(flats=self._flats_now, may_differ=lambda path: buffers is not None and path.startswith(buffers))
         made = dict(now)
         for key in (each for each in now if each not in _OWN):
-            found = {rank: parts[key] for rank, parts in alike.items() if key in parts}
-            if key == "rng" and self._elder is not None:
-                found = {self._elder: found[self._elder]}
+            several = placed if key == "parameters" else alike  # of which ranks may have parts
+            found = {rank: parts[key] for rank, parts in several.items() if key in parts}
+            if key == "streams" and is_new:
+                made[key] = self._given(f"{name}.{key}", self._state.objects[name].state_dict()[key])
+                continue
+            if key in ("rng", "streams") and self._elder is not None:
+                found = {self._elder: of_ranks[self._elder][key]}
             partitions = self._partitions(name, key, now, of_ranks) if key in _FLATS else None
             made[key] = self._walk(f"{name}.{key}", found, rule) if partitions is None else partitions
         return ["d", list(made), list(made.values())]
@@ -386,6 +400,12 @@ class _Reshaping(Assembly):
         if name == "shared":
             return [places for places in found if not any(_is_below(place_, rebuilt) for place_ in places)]
         return [[place_, kind] for place_, kind in found if not _is_below(place_, rebuilt)]
+
+    def _distance(self, rank: int) -> tuple[int, ...]:
+        return bool(self._twins) and rank not in self._twins, *super()._distance(rank)
+
+    def _is_compared(self, one: int, other: int) -> bool:
+        return (one in self._twins) == (other in self._twins)
 
     def _differs(self, path: str, rule: Rule, others: Mapping[int, Node]) -> None:
         if rule.may_differ is not None and rule.may_differ(path):

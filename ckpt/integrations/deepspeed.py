@@ -76,6 +76,7 @@ class EngineState:
             )
         _refuse(engine, kind)
         self._engine = engine
+        self._loaded: int | None = None  # micro-batches of which it had no gradients, whatever the script sets then
 
     def covers(self) -> tuple[Any]:
         """Return what this shows all of (`foreign.py`)."""
@@ -92,7 +93,7 @@ class EngineState:
             StateError: Gradients of several batches are being accumulated, which no checkpoint has.
         """
         engine = self._engine
-        if _accumulates(engine):
+        if engine.micro_steps != self._loaded and _accumulates(engine):
             raise StateError(
                 f"the engine has accumulated gradients of {engine.micro_steps % engine.gradient_accumulation_steps()} "
                 f"of {engine.gradient_accumulation_steps()} micro-batches, which no checkpoint has: call "
@@ -161,6 +162,7 @@ class EngineState:
         ranks = torch.distributed.get_world_size()
         if state.get("ranks", ranks) != ranks:
             engine.micro_steps = 0
+        self._loaded = engine.micro_steps
         _tracker().set_states(state["rng"])
 
     @property

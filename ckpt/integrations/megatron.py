@@ -1,13 +1,14 @@
 """Megatron: what its model chunks, optimizers, schedule and random states hold, as one object for a Checkpointer."""
 
 from collections.abc import Iterator
-from typing import Any, Final
+from math import prod
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..errors import StateError
-from ..state.flat import FLAT, Range, Ranges, description
+from ..state.flat import FLAT, Range, Ranges, description, divided
 from .common import framework, freeze, frozen
 
 _KEPT: Final = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
@@ -25,9 +26,23 @@ _PARTS: Final = (
     ("model_float16_groups", "shard_float16_groups"),
 )
 """Where an optimizer has parameters of the model, and in the same places what it makes of each."""
-_DENSE: Final = ("tensor_model_parallel", "pipeline_model_parallel")
-_EXPERTS: Final = ("expert_tensor_parallel", "expert_model_parallel", "pipeline_model_parallel")
-"""What divides parameters among ranks, those of experts and all others, as `parallel_state` calls it."""
+_DENSE: Final = ("pipeline_model_parallel",)
+_EXPERTS: Final = ("expert_model_parallel", "pipeline_model_parallel")
+"""What gives ranks other parameters, those of experts and all others, as `parallel_state` calls it."""
+_DIVIDES: Final = ("tensor_model_parallel", "expert_tensor_parallel")
+"""What divides each parameter."""
+_COMMON: Final = "data-parallel-rng"
+"""The random state that all ranks of tensor parallelism have alike."""
+
+
+class _Part(NamedTuple):
+    """Elements of a parameter, from `first` on in its memory: the part of shape `local` at `offset` of a whole one."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local: tuple[int, ...]
+    first: int
 
 
 class MegatronState:
@@ -46,8 +61,8 @@ class MegatronState:
     Kept are parameters and buffers of the model chunks, which parameters are frozen, fp32 weights, optimizer states and
     options, the loss scale, the schedule, the states of Megatron's random generators, the microbatch calculator and the
     counters in `args`. Of what a distributed optimizer shards, each rank keeps its own shard: loading gathers the rest,
-    so all ranks have to. What it has of which parameters is told, so that another number of data-parallel ranks can go
-    on with it.
+    so all ranks have to. What it has of which parameters is told, so that other numbers of data- and tensor-parallel
+    ranks can go on with it.
     """
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any = None, args: Any = None) -> None:
@@ -102,7 +117,7 @@ class MegatronState:
             for parameter in bucket.params
         }
         self._parallel = framework("megatron.core.parallel_state")
-        self._place, self._index = self._find_place()
+        self._place, self._tensor, self._index = self._find_place()
 
     def covers(self) -> list[Any]:
         """Return the objects of which this keeps all."""
@@ -118,10 +133,13 @@ class MegatronState:
         inner = [each.optimizer.state_dict() for each in self._optimizers]
         scalers = (getattr(each, "grad_scaler", None) for each in self._optimizers)
         masters, halves = self._masters(), self._halves()
+        parameters = self._parameters(masters)
+        states = {} if tracker is None else {name: _rng_state(each) for name, each in tracker.states_.items()}
         return {
             "place": self._place,
+            "tensor": self._tensor,
             "index": self._index,
-            "parameters": self._parameters(masters),
+            "parameters": parameters,
             "buffers": dict(self._named("named_buffers")),
             "sharded": self._names_of_shards(),
             "frozen": [frozen(chunk) for chunk in self._chunks],
@@ -140,10 +158,11 @@ class MegatronState:
             ],
             "scaling": [{} if scaler is None else scaler.state_dict() for scaler in scalers],
             "scheduler": _plain(self._scheduler),
-            "rng": {} if tracker is None else {name: _rng_state(each) for name, each in tracker.states_.items()},
+            "rng": {name: each for name, each in states.items() if name == _COMMON},
+            "streams": {name: each for name, each in states.items() if name != _COMMON},
             "microbatches": _plain(self._microbatches._GLOBAL_NUM_MICROBATCHES_CALCULATOR),
             "counters": {name: getattr(self._args, name) for name in _COUNTERS if hasattr(self._args, name)},
-            FLAT: self._flats(masters, halves),
+            FLAT: self._flats(parameters, masters, halves),
         }
 
     @torch.no_grad()
@@ -154,16 +173,24 @@ class MegatronState:
             StateError: It is that of another part of the model, or of optimizers that divide it otherwise.
         """
         masters, halves = self._masters(), self._halves()
-        if (had := state.get("place", "what an earlier version kept")) != self._place:
+        had, now = (
+            f"{each['place']}, rank {each['tensor'][0]} of {each['tensor'][1]} of tensor parallelism"
+            if "tensor" in each
+            else "what an earlier version kept"
+            for each in (state, {"place": self._place, "tensor": self._tensor})
+        )
+        if had != now:
             raise StateError(
-                f"this rank had {had}, and has {self._place} now: give Megatron the parallel sizes that it had"
+                f"this rank had {had}, and has {now}, now: give Megatron the parallel sizes that it had, or change "
+                "that of tensor parallelism with the number of ranks"
             )
-        if (state["sharded"], state[FLAT]) != (self._names_of_shards(), self._flats(masters, halves)):
+        parameters = self._parameters(masters)
+        if (state["sharded"], state[FLAT]) != (self._names_of_shards(), self._flats(parameters, masters, halves)):
             raise StateError(
                 "Megatron's optimizer has other parameters or shards than in the checkpoint: give it the model, the "
                 "groups and the bucket_size that it had"
             )
-        for name, tensor in self._parameters(masters).items():
+        for name, tensor in parameters.items():
             tensor.copy_(state["parameters"][name])
         for name, tensor in self._named("named_buffers"):
             tensor.copy_(state["buffers"][name])
@@ -190,8 +217,9 @@ class MegatronState:
         ):
             for name, value in saved.items():
                 setattr(target, name, value)
-        states = self._random._CUDA_RNG_STATE_TRACKER.states_ if state["rng"] else {}
-        for name, saved in state["rng"].items():
+        random = state["rng"] | state["streams"]
+        states = self._random._CUDA_RNG_STATE_TRACKER.states_ if random else {}
+        for name, saved in random.items():
             if isinstance(states.get(name), torch.Generator):
                 states[name].set_state(saved)
             else:
@@ -201,17 +229,22 @@ class MegatronState:
             if chunk in self._gathered:
                 chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
-    def _find_place(self) -> tuple[str, int]:
-        """Return what this rank has of the model, "" if nothing tells it, and its number among those with the same."""
+    def _find_place(self) -> tuple[str, list[int], int]:
+        """Return what this rank has of the model, "" if nothing tells it; its tensor-parallel rank and their number;
+        and its number among those that have the same.
+        """
         parallel = self._parallel
         if not parallel.model_parallel_is_initialized():
-            return "", dist.get_rank()
+            return "", [0, 1], dist.get_rank()
         replicas = [
             set(dist.get_process_group_ranks(group))
             for group in (parallel.get_data_parallel_group(), parallel.get_expert_data_parallel_group())
         ]
-        place = f"{self._part(*_DENSE, 'context_parallel', *_EXPERTS[:2])} in {len(self._chunks)} chunk(s)"
-        return place, sorted(set.intersection(*replicas)).index(dist.get_rank())
+        has_experts = any(not getattr(each, "allreduce", True) for _, each in self._named("named_parameters"))
+        kinds = (*_DENSE, "context_parallel", *(("expert_tensor_parallel", _EXPERTS[0]) if has_experts else ()))
+        place = f"{self._part(*kinds)} in {len(self._chunks)} chunk(s)"
+        tensor = [parallel.get_tensor_model_parallel_rank(), parallel.get_tensor_model_parallel_world_size()]
+        return place, tensor, sorted(set.intersection(*replicas)).index(dist.get_rank())
 
     def _part(self, *divided: str) -> str:
         """Return which of how many parts this rank has, of what is divided by these kinds of parallelism."""
@@ -243,12 +276,16 @@ class MegatronState:
         groups = (group for each in self._optimizers for group in getattr(each, "shard_float16_groups", []))
         return [shard for group in groups for shard in group]
 
-    def _flats(self, masters: list[torch.Tensor], halves: list[torch.Tensor]) -> str:
-        return description(self, [*map(id, masters), *map(id, halves)], lambda: self._ranges(masters, halves))
+    def _flats(
+        self, parameters: dict[str, torch.Tensor], masters: list[torch.Tensor], halves: list[torch.Tensor]
+    ) -> str:
+        key = [*parameters, *map(id, [*parameters.values(), *masters, *halves])]
+        return description(self, key, lambda: self._ranges(parameters, masters, halves))
 
-    def _ranges(self, masters: list[torch.Tensor], halves: list[torch.Tensor]) -> dict[str, Ranges]:
-        """Return what the optimizers' tensors have of parameters, by their paths in the state."""
-        names = {id(tensor): name for name, tensor in self._named("named_parameters")}
+    def _ranges(
+        self, parameters: dict[str, torch.Tensor], masters: list[torch.Tensor], halves: list[torch.Tensor]
+    ) -> dict[str, Ranges]:
+        """Return what tensors have of whole parameters, by their paths in the state."""
         made: dict[int, tuple[Any, torch.Tensor, int]] = {}
         for each in self._optimizers:
             for number, group in enumerate(each.optimizer.param_groups):
@@ -257,19 +294,66 @@ class MegatronState:
                 several = zip(getattr(each, models, []), getattr(each, parts, []), strict=True)
                 for number, pair in enumerate(several):
                     made |= {id(part): (each, model, number) for model, part in zip(*pair, strict=True)}
-        found: dict[str, Ranges] = {}
+        paths = {f"parameters.{name}": each for name, each in parameters.items()} if self._place else {}
         for kind, tensors in (("masters", masters), ("halves", halves)):
-            for number, tensor in enumerate(tensors):
-                optimizer, model, group = made[id(tensor)]
-                begin, size = 0, model.numel()
-                if hasattr(optimizer, "model_param_gbuf_map"):
-                    shard = optimizer._get_model_param_range_map(model)["param"]
-                    begin, size = shard.start, shard.size
-                part = self._part(*(_DENSE if getattr(model, "allreduce", True) else _EXPERTS)) if self._place else ""
-                name = f"{names[id(model)]} of group {group} ({part})"
-                is_told = part and model.is_contiguous() and tensor.is_contiguous() and tensor.numel() == size
-                told = [Range(name, tuple(model.shape), begin, 0, size)]
-                found[f"{kind}.{number}"] = told if is_told else f"Megatron does not tell what ranks have of {name}"
+            paths |= {f"{kind}.{number}": tensor for number, tensor in enumerate(tensors)}
+        whole = self._whole()
+        found: dict[str, Ranges] = {}
+        for path, tensor in paths.items():
+            optimizer, model, number = made.get(id(tensor), (None, tensor, -1))
+            begin, size = 0, model.numel()
+            if hasattr(optimizer, "model_param_gbuf_map"):
+                shard = optimizer._get_model_param_range_map(model)["param"]
+                begin, size = shard.start, shard.size
+            name, pieces = whole[id(model)]
+            group = f" of group {number}" if number >= 0 else ""
+            is_told = self._place and model.is_contiguous() and tensor.is_contiguous() and tensor.numel() == size
+            ranges: list[Range] = []
+            for key, shape, offset, local, first in pieces:
+                low, high = max(begin, first), min(begin + size, first + prod(local))
+                if low < high:
+                    ranges += divided(key + group, shape, offset, local, low - first, low - begin, high - low)
+            found[path] = ranges if is_told else f"Megatron does not tell what ranks have of {name}{group}"
+        return found
+
+    def _whole(self) -> dict[int, tuple[str, list[_Part]]]:
+        """Return each parameter's name, and of which whole ones it is what parts, as Megatron's checkpoints have it."""
+        mapping = framework("megatron.core.dist_checkpointing.mapping")
+        values = framework("megatron.core.dist_checkpointing.dict_utils").nested_values
+        told: dict[int, list[Any]] = {}
+        for chunk in self._chunks:
+            try:
+                every = list(values(chunk.sharded_state_dict()))  # type: ignore[operator]
+            except Exception:  # noqa: BLE001 - a script's model may have anything of that name
+                continue
+            for each in every:
+                is_made = isinstance(each, mapping.ShardedTensorFactory)
+                if is_made or isinstance(each, mapping.ShardedTensor):
+                    told[id(each.data)] = list(values([each.build()])) if is_made else [each]
+        found: dict[int, tuple[str, list[_Part]]] = {}
+        for name, tensor in self._named("named_parameters"):
+            kinds = _DENSE if getattr(tensor, "allreduce", True) else _EXPERTS
+            parts = [
+                _Part(
+                    f"{name} as {each.key} ({self._part(*kinds)})",
+                    tuple(each.global_shape[each.prepend_axis_num :]),
+                    tuple(each.global_offset[each.prepend_axis_num :]),
+                    tuple(each.local_shape),
+                    each.data.storage_offset() - tensor.storage_offset(),
+                )
+                for each in told.get(id(tensor), ())
+                if each.data.is_contiguous()
+                and each.data.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            ]
+            is_divided = getattr(tensor, "tensor_model_parallel", False) and self._tensor[1] > 1
+            if (
+                sum(prod(each.local) for each in parts) != tensor.numel()
+                or (is_divided and any(each.shape == each.local for each in parts))
+                or any(sum(map(int.__ne__, each.shape, each.local)) > 1 for each in parts)
+            ):
+                shape = tuple(tensor.shape)
+                parts = [_Part(f"{name} ({self._part(*_DIVIDES, *kinds)})", shape, (0,) * len(shape), shape, 0)]
+            found[id(tensor)] = name, parts
         return found
 
 

@@ -51,6 +51,8 @@ _REPEATED: Final = tuple(
 """Callbacks of Lightning that have a state of this kind, and make what it is loaded into anew in each epoch."""
 _BASE: Final = frozenset(vars(nn.Module()))
 _CONTENT: Final = ("training", "_parameters", "_buffers", "_modules")
+_OF_PROCESS: Final = frozenset({"_external_params", "_original_parameters"})
+"""Parameters that ZeRO 3 finds in modules, by their `id`s: each process finds its own."""
 _SAME: Final = ["same"]
 """Stands for what a restarted script has made again, and nobody has to load."""
 
@@ -328,7 +330,7 @@ def _members(owner: Any, *, content: bool) -> dict[str, Any]:
     if not issubclass(kind, nn.Module):
         return found
     own = _is_own(kind) or _is_metric(kind)
-    others = {name: value for name, value in found.items() if name not in _BASE} if own else {}
+    others = {name: value for name, value in found.items() if name not in _BASE | _OF_PROCESS} if own else {}
     return others | ({name: found[name] for name in _CONTENT} if content else {})
 
 

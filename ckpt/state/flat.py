@@ -5,7 +5,7 @@ What is described by no range is padding, and belongs to nobody.
 
 import json
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -20,10 +20,21 @@ As text it costs a capture nothing, however many parameters there are.
 _UNTOLD: Final = "FSDP1 has it of parameters that are not contiguous, or of DTensors"
 
 
+class Box(NamedTuple):
+    """Neighbouring elements of a parameter that is laid out in rows; a flat tensor has them from `at` on."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+    at: int
+
+
 class Range(NamedTuple):
     """`size` elements of the parameter `name`, from `begin` in its memory on, which the flat tensor has from `at` on.
 
-    `shape` is that of the whole parameter.
+    `shape` is that of the whole parameter. Of a parameter that is divided by its columns, these are `times` as many, of
+    rows that are `every` elements apart; the flat tensor has one after the other.
     """
 
     name: str
@@ -31,6 +42,26 @@ class Range(NamedTuple):
     begin: int
     at: int
     size: int
+    times: int = 1
+    every: int = 0
+
+    @property
+    def end(self) -> int:
+        """Behind the last of them."""
+        return self.begin + (self.times - 1) * self.every + self.size
+
+    def boxes(self, width: int) -> Iterator[Box]:
+        """Yield what these are of rows of `width`, which is `every` if there is one."""
+        if self.every:
+            yield Box(*divmod(self.begin, width), self.times, self.size, self.at)
+            return
+        begin, end = self.begin, self.begin + self.size
+        while begin < end:
+            row, column = divmod(begin, width)
+            rows = 0 if column else (end - begin) // width
+            columns = width if rows else min(width - column, end - begin)
+            yield Box(row, column, max(rows, 1), columns, self.at + begin - self.begin)
+            begin += columns * max(rows, 1)
 
 
 Ranges = Sequence[Range] | str
@@ -73,22 +104,44 @@ def parse(text: Any) -> dict[str, Ranges]:
         raise SlotError(f"manifest does not tell what its flat tensors have: {error!r}") from error
 
 
-def _range(name: str, shape: list[int], begin: int, at: int, size: int) -> Range:
-    numbers = [*shape, begin, at, size]
+def _range(name: str, shape: list[int], begin: int, at: int, size: int, times: int = 1, every: int = 0) -> Range:
+    numbers = [*shape, begin, at, size, times, every]
     if type(name) is not str or any(type(each) is not int or not 0 <= each < 2**59 for each in numbers):
         raise ValueError(f"{size!r} elements of {name!r:.80}, from {begin!r} on at {at!r}")
     if not size or begin + size > prod(shape):
         raise ValueError(f"{size} elements of {name!r:.80} of shape {shape}, from {begin} on")
-    return Range(name, tuple(shape), begin, at, size)
+    rows = prod(shape) // every - begin // every if every else 1
+    if not 0 < times <= rows or (every and (prod(shape) % every or begin % every + size > every)):
+        raise ValueError(f"{times} times {size} elements of {name!r:.80} of shape {shape}, {every} apart")
+    return Range(name, tuple(shape), begin, at, size, times, every)
 
 
 def _apart(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
     """Return `ranges`, which have nothing in common but what is one parameter under several names."""
     for one, other in pairwise(sorted(ranges, key=lambda each: (each.at, each.size, each.name))):
         is_same = (one.at, one.size) == (other.at, other.size) and one.name != other.name
-        if other.at < one.at + one.size and not is_same:
+        if other.at < one.at + one.size * one.times and not is_same:
             raise ValueError(f"{one.name!r:.80} and {other.name!r:.80} overlap at {other.at}")
     return ranges
+
+
+def divided(
+    name: str, shape: Sequence[int], offset: Sequence[int], local: Sequence[int], begin: int, at: int, size: int
+) -> Iterator[Range]:
+    """Yield the ranges of a parameter that a flat tensor has from `at` on: `size` elements from `begin` on of a part.
+
+    The part has the shape `local` and lies at `offset` of the parameter, whole in all dimensions but one.
+    """
+    cut = next((dim for dim, pair in enumerate(zip(shape, local, strict=True)) if len(set(pair)) > 1), 0)
+    every, width = prod(shape[cut:]), prod(local[cut:])
+    first = offset[cut] * prod(shape[cut + 1 :]) if shape else 0
+    part = Range(name, tuple(local), begin, at, size)
+    for box in part.boxes(width):
+        where = box.row * every + first + box.column
+        if box.rows == 1 or width == every:
+            yield Range(name, tuple(shape), where, box.at, box.rows * box.columns)
+        else:
+            yield Range(name, tuple(shape), where, box.at, box.columns, box.rows, every)
 
 
 def of_units(
