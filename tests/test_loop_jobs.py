@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -116,3 +115,154 @@ def test_survivor_of_five_kills_keeps_its_process(
     assert len(set(map(tuple, kept[1:]))) == 1, f"descriptors and threads grow: {kept}"
     assert_same_training([host], undisturbed(2, way))
     assert returned(host) == [0, 1]
+
+
+def test_killed_rank_of_two_hosts(
+    job: Callable[[str], Job], undisturbed: Callable[..., Host], etcd_endpoint: str
+) -> None:
+    run = job("")
+    hosts = run.launch("ab", etcd_endpoint, "2", 2)
+    run.gate.open(8)
+    committed(hosts, 8)
+    before = hosts[0].pids() | hosts[1].pids()
+    victim = max(hosts[1].pids())
+    run.gate.open(20)
+    kill(before[victim])
+    for host in hosts:
+        wait_until(lambda host=host: recovered(host) == 1, timeout_s=60, what="a recovery", host=host)
+    run.gate.open(STEPS)
+    for host in hosts:
+        assert host.wait() == 0, host.output
+    after = hosts[0].pids() | hosts[1].pids()
+    assert [rank for rank in before if before[rank] != after[rank]] == [victim]
+    assert_same_training(hosts, undisturbed(4))
+
+
+def test_error_of_its_own_replaces_a_worker_and_no_other(
+    job: Callable[[str], Job], undisturbed: Callable[..., Host]
+) -> None:
+    run = job("raise")
+    host = run.alone(2)
+    run.gate.open(STEPS)
+    assert host.wait() == 0, host.output
+    assert host.output.count("LookupError: an error of this rank's own") == 1
+    (event,) = host.recoveries()
+    assert event["kind"] == "worker_exit"
+    pids = [{line["pid"] for line in host.lines if "pid" in line and line["rank"] == rank} for rank in (0, 1)]
+    assert [len(each) for each in pids] == [2, 1]
+    assert_same_training([host], undisturbed(2))
+
+
+def test_error_before_anything_is_committed_ends_the_run(tmp_path: Path) -> None:
+    script, cluster = tmp_path / "fails.py", Cluster(tmp_path)
+    script.write_text(
+        "import resilient_run\nfrom resilient_run import Checkpointer\n\n\ndef train():\n"
+        "    with Checkpointer(seen=0) as checkpointer:\n        checkpointer.restore()\n        {}['missing']\n\n\n"
+        "resilient_run.loop(train)\n"
+    )
+    try:
+        host = cluster.host("solo")
+        host.launch(["--standalone", "--nproc-per-node", "1"], [str(script)])
+        assert host.wait() == 1
+        assert "KeyError: 'missing'" in host.output
+        assert not host.recoveries()
+    finally:
+        cluster.close()
+
+
+def test_without_a_step_to_restore_all_are_new(job: Callable[[str], Job], undisturbed: Callable[..., Host]) -> None:
+    """The survivor's model has been trained, and nothing would make it what it was at the start."""
+    run = job("")
+    host = run.alone(2, "--max-restarts", "1")
+    wait_until(lambda: host.starts() == 2, timeout_s=60, what="two workers", host=host)
+    before = host.pids()
+    kill(before[1])
+    wait_until(lambda: host.starts() == 4, timeout_s=60, what="two more workers", host=host)
+    assert before[0] != host.pids()[0]
+    assert has_ended(before[0])
+    run.gate.open(STEPS)
+    assert host.wait() == 0, host.output
+    assert_same_training([host], undisturbed(2))
+
+
+def test_worker_that_does_not_come_out_is_replaced(job: Callable[[str], Job], undisturbed: Callable[..., Host]) -> None:
+    run = job("stuck")
+    host = run.alone(2, "--rr-stop-timeout", "2")
+    run.gate.open(STEPS)
+    wait_until(lambda: run.gate.path.with_suffix(".stuck").exists(), timeout_s=60, what="the long sleep", host=host)
+    committed([host], EVENT - 1)
+    before = host.pids()
+    kill(before[1])
+    assert host.wait() == 0, host.output
+    assert before[0] != host.pids()[0]
+    assert_same_training([host], undisturbed(2))
+
+
+def test_worker_is_killed_beside_a_restore(job: Callable[[str], Job], undisturbed: Callable[..., Host]) -> None:
+    run = job("restore")
+    host = run.alone(2)
+    run.gate.open(8)
+    committed([host], 8)
+    before = host.pids()
+    run.gate.open(STEPS)
+    kill(before[1])
+    assert host.wait() == 0, host.output
+    assert run.gate.path.with_suffix(".restore").exists()
+    assert before[0] == host.pids()[0], host.output
+    assert_same_training([host], undisturbed(2))
+
+
+def test_hosts_that_go_and_come_leave_the_others_their_processes(job: Callable[[str], Job], etcd_endpoint: str) -> None:
+    """The survivor of a lost host goes on alone, and leaves its loop at a step when another host joins."""
+    run = job("")
+    elastic = ("--rr-elastic", "1")
+    first, second = run.launch("ab", etcd_endpoint, "1:2", 1, *elastic)
+    run.gate.open(8)
+    committed([first], 8)
+    pid = first.pids()[next(iter(first.pids()))]
+    run.gate.open(16)
+    second.lose()
+    wait_until(lambda: worlds(first) == [2, 1], timeout_s=60, what="the survivor alone", host=first)
+    committed([first], 16)
+    run.launch("c", etcd_endpoint, "1:2", 1, *elastic)
+    run.gate.open(30)
+    wait_until(lambda: worlds(first) == [2, 1, 2], timeout_s=90, what="two ranks again", host=first)
+    run.gate.open(STEPS)
+    for host in (first, run.cluster.host("c")):
+        assert host.wait() == 0, host.output
+    assert {line["pid"] for line in first.lines if "pid" in line} == {pid}
+    assert {line["step"] for line in first.lines if "step" in line} == set(range(1, STEPS + 1))
+
+
+def worlds(host: Host) -> list[int]:
+    """Return in how many ranks each life of this host's worker was."""
+    return [line["world"] for line in host.lines if "world" in line]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_what_is_kept_ends_with_its_launcher(
+    job: Callable[[str], Job], etcd_endpoint: str, sent: signal.Signals
+) -> None:
+    """Its launcher waits for a place of the lost host when the signal comes."""
+    run = job("")
+    first, second = run.launch("ab", etcd_endpoint, "2")
+    run.gate.open(8)
+    committed([first], 8)
+    worker = next(iter(first.pids().values()))
+    run.gate.open(STEPS)
+    second.lose()
+    wait_until(lambda: "waiting for a host; lost: b" in first.output, timeout_s=60, what="the wait", host=first)
+    assert psutil.Process(worker).status() == psutil.STATUS_SLEEPING
+    assert first.launcher is not None
+    os.kill(first.launcher.pid, sent)
+    assert first.wait() != 0
+    wait_until(lambda: has_ended(worker), timeout_s=30, what="the end of the worker", host=first)
+
+
+def test_outside_it_is_the_function_itself() -> None:
+    from resilient_run import loop
+
+    assert "RESILIENT_LINE" not in os.environ
+    assert loop(lambda: loop(lambda: 7)) == 7
+    with pytest.raises(ZeroDivisionError):
+        loop(lambda: 1 // 0)
