@@ -1,7 +1,7 @@
 """How long does training stand still when a worker is killed?
 
-From the SIGKILL of one of several Gloo ranks (two by default), sent from outside right after a step was reported, to the
-moment when every rank has completed its first step again. The same model, kill and machine for each contender:
+From the SIGKILL of one of several Gloo ranks (two by default), sent from outside right after a step was reported, to
+the moment when every rank has completed its first step again. The same model, kill and machine for each contender:
 
 - resilient-run: a `Checkpointer` capture at every step; also with `--rr-preload learn`, and with the training in
   `resilient_run.loop`, where the others keep their processes.
