@@ -518,7 +518,7 @@ class Capturer:
         if changed is not None:
             self._discard(capture, changed)
             return
-        if plan.live and stopped.is_set():
+        if (plan.devices or plan.live) and stopped.is_set():
             with self._changed:
                 self._skip(capture)
             return
