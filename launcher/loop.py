@@ -137,7 +137,8 @@ class _Line:
     def go_on(self) -> None:
         """Say that nothing is left of the generation, and become the worker of the next one."""
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with suppress(AttributeError, OSError, ValueError):
+                stream.flush()
         self._say(READY)
         while (heard := self._heard.get()) is not None:
             if "streams" in heard[0]:

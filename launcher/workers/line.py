@@ -105,12 +105,13 @@ class Line:
                 return True
             except OSError:
                 return False
-            if not packet:
-                return False
-            said = json.loads(packet)
-            self.state = said["state"]
-            if self.state == OUT:
-                self.out_s, self.peers = time.monotonic(), said["peers"]
+            try:
+                said = json.loads(packet)
+                self.state = said["state"]
+                if self.state == OUT:
+                    self.out_s, self.peers = time.monotonic(), said["peers"]
+            except (ValueError, LookupError, TypeError):
+                return False  # It is closed, or the script writes to it.
 
     def tell(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> bool:
         """Say something; return False if nobody is there to hear it."""

@@ -161,6 +161,8 @@ class WorkerStarter:
 
     def close(self) -> None:
         """End the zygote; its workers go on."""
+        for each in self.lines.values():
+            each.end.close()
         self._closing.set()
         if (zygote := self._zygote) is not None:
             zygote.kill()
