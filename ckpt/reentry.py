@@ -17,7 +17,8 @@ def stop() -> None:
     Those of Gloo raise when a peer has let go of its groups.
     """
     stopped.set()
-    if torch.cuda.is_initialized() and distributed_c10d.is_initialized():
+    has_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if has_gpu and distributed_c10d.is_initialized():
         distributed_c10d._abort_process_group()
 
 

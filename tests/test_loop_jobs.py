@@ -11,7 +11,6 @@ import psutil
 import pytest
 from cluster import Cluster, Host, assert_same_training, has_ended, kill, recovered, wait_until
 from gated import Gate
-from loop_trainer import EVENT
 
 pytestmark = pytest.mark.jobs
 

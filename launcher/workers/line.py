@@ -15,6 +15,7 @@ import json
 import os
 import socket
 import stat
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -84,7 +85,9 @@ class Line:
         peers: Whether another worker may be to blame for that.
     """
 
-    def __init__(self, end: socket.socket, process: Any, env: Mapping[str, str], streams: Sequence[int]) -> None:
+    def __init__(
+        self, end: socket.socket, process: "subprocess.Popen[bytes]", env: Mapping[str, str], streams: Sequence[int]
+    ) -> None:
         end.setblocking(False)
         self.end = end
         self.process = process
