@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-import psutil
 import pytest
 from cluster import Cluster, Host, assert_same_training, has_ended, kill, recovered, wait_until
 from gated import Gate
@@ -261,6 +260,11 @@ def worlds(host: Host) -> list[int]:
     return [line["world"] for line in host.lines if "world" in line]
 
 
+def threads(pid: int) -> set[str]:
+    """Return the names of the threads of a process."""
+    return {name.read_text().strip() for name in Path(f"/proc/{pid}/task").glob("*/comm")}
+
+
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_what_is_kept_ends_with_its_launcher(
     job: Callable[[str], Job], etcd_endpoint: str, sent: signal.Signals
@@ -271,10 +275,13 @@ def test_what_is_kept_ends_with_its_launcher(
     run.gate.open(8)
     committed([first], 1)
     worker = next(iter(first.pids().values()))
+    assert "pt_gloo_runloop" in threads(worker)
     run.gate.open(STEPS)
     second.lose()
-    wait_until(lambda: "waiting for a host; lost: b" in first.output, timeout_s=60, what="the wait", host=first)
-    assert psutil.Process(worker).status() == psutil.STATUS_SLEEPING
+    wait_until(lambda: "restarting workers" in first.output, timeout_s=60, what="the end of the round", host=first)
+    wait_until(
+        lambda: "pt_gloo_runloop" not in threads(worker), timeout_s=60, what="a worker without groups", host=first
+    )
     assert first.launcher is not None
     os.kill(first.launcher.pid, sent)
     assert first.wait() != 0
