@@ -84,7 +84,7 @@ def _torchft(python: str, stack: ExitStack, hosts: int) -> Host:
 
 
 def _inprocess(python: str, stack: ExitStack, hosts: int) -> Host:
-    command = [python, "-P", str(_WORKER), "--keeper", "nvidia_inprocess", "--loop"]
+    command = [python, str(_WORKER), "--keeper", "nvidia_inprocess", "--loop"]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(hosts)}
     return lambda index: (command, {**shared, "RANK": str(index), "LOCAL_RANK": "0", "GROUP_RANK": str(index)})
 

@@ -235,12 +235,12 @@ def _go_on(
     """Make this fork the worker that `request` asks for, and wait for the launcher's leave to run."""
     bind()
     _become_worker(request, streams)
+    os.environ[_line.LINE] = _line.name(launcher)
     if journal is not None:
         journal.keep()
     _tell(launcher, {"pid": os.getpid(), "preloaded": list(preloaded), "notes": request["notes"]})
     if not launcher.recv(1):
         os._exit(1)
-    os.environ[_line.LINE] = _line.name(launcher)
     launcher.detach()
 
 
