@@ -3,11 +3,13 @@
 Each host is a launcher with one Gloo rank, all on this machine. From the SIGKILL of everything on the last host, right
 after a step was reported, to the moment when every rank of the others has completed its first step, in one rank fewer:
 
-- resilient-run: `--rr-elastic 0`, a `Checkpointer` capture at every step, etcd beside.
+- resilient-run: `--rr-elastic 0`, a `Checkpointer` capture at every step, etcd beside; also with the training in
+  `resilient_run.loop`, where the others keep their processes.
 - torchrun: its c10d rendezvous on the first host, `torch.distributed.checkpoint.save` after every step into tmpfs,
   `load` at the start.
 - peers (`--peer NAME=PYTHON`, see peers/README.md): dlrover, with its flash checkpoint after every step; torchft, one
-  replica group per host, whose ranks keep their processes, and the whole model each: nothing is restored.
+  replica group per host, whose ranks keep their processes, and the whole model each: nothing is restored;
+  nvidia-resiliency-ext's restart in the process, without a launcher, with torchrun's checkpoints.
 
 All have at least one host and at most N, miss a silent host after 3 s where that can be set (dlrover: not), and wait
 1 s for more hosts once one is ready.
@@ -48,10 +50,10 @@ Host = Callable[[int], tuple[list[str], dict[str, str]]]
 """What starts a launcher on the host with this number, without the script's options, and what its environment gets."""
 
 
-def _resilient_run(stack: ExitStack, hosts: int) -> Host:
+def _resilient_run(stack: ExitStack, hosts: int, *options: str) -> Host:
     flags = [f"--rdzv-endpoint={stack.enter_context(EmbeddedEtcd()).endpoint}", "--rdzv-backend=etcd-v3"]
     flags += ["--rdzv-conf=lease_ttl=3", "--rr-elastic=0", "--local-addr=127.0.0.1", "--rr-insecure"]
-    command = [*RESILIENT_RUN, *_elastic(hosts), *flags, str(_WORKER), "--keeper", "checkpointer"]
+    command = [*RESILIENT_RUN, *_elastic(hosts), *flags, str(_WORKER), "--keeper", "checkpointer", *options]
     return lambda index: (command, {})
 
 
@@ -81,6 +83,16 @@ def _torchft(python: str, stack: ExitStack, hosts: int) -> Host:
     return lambda index: ([*launcher, str(_TORCHFT_WORKER), "--replica", str(index)], shared)
 
 
+def _inprocess(python: str, stack: ExitStack, hosts: int) -> Host:
+    command = [python, str(_WORKER), "--keeper", "nvidia_inprocess", "--loop"]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(hosts)}
+    return lambda index: (command, {**shared, "RANK": str(index), "LOCAL_RANK": "0", "GROUP_RANK": str(index)})
+
+
+def _loop(stack: ExitStack, hosts: int) -> Host:
+    return _resilient_run(stack, hosts, "--loop")
+
+
 def _elastic(hosts: int) -> list[str]:
     return [f"--nnodes=1:{hosts}", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-id=fewer"]
 
@@ -93,8 +105,13 @@ def _service(stack: ExitStack, command: list[str]) -> None:
 CONTENDERS: Final[dict[str, Callable[[ExitStack, int], Host]]] = {
     "torchrun": _torchrun,
     "resilient-run": _resilient_run,
+    "resilient-run, loop": _loop,
 }
-PEERS: Final[dict[str, Callable[[str, ExitStack, int], Host]]] = {"dlrover": _dlrover, "torchft": _torchft}
+PEERS: Final[dict[str, Callable[[str, ExitStack, int], Host]]] = {
+    "dlrover": _dlrover,
+    "torchft": _torchft,
+    "nvidia_inprocess": _inprocess,
+}
 
 
 class _Run:

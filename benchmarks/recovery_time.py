@@ -1,9 +1,10 @@
 """How long does training stand still when a worker is killed?
 
-From the SIGKILL of one of two Gloo ranks, sent from outside right after a step was reported, to the moment when every
-rank has completed its first step again. The same model, kill and machine for each contender:
+From the SIGKILL of one of several Gloo ranks (two by default), sent from outside right after a step was reported, to
+the moment when every rank has completed its first step again. The same model, kill and machine for each contender:
 
-- resilient-run: a `Checkpointer` capture at every step.
+- resilient-run: a `Checkpointer` capture at every step; also with `--rr-preload learn`, and with the training in
+  `resilient_run.loop`, where the others keep their processes.
 - torchrun: `torch.distributed.checkpoint.save` after every step into tmpfs, `load` at the start. Its restarts work
   reliably only with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, so it gets that.
 - peers (`--peer NAME=PYTHON`, see peers/README.md): other systems, each with its own launcher and environment.
@@ -32,19 +33,21 @@ from jobs import RESILIENT_RUN, SHARED_MEMORY, TORCHRUN, host, job
 from report import Summary, parser, table, write_json
 
 
-def recoveries(lines: Iterable[str], *, kills: int, kill_after: int) -> list[dict[str, float]]:
+def recoveries(lines: Iterable[str], *, kills: int, kill_after: int, ranks: int = 2) -> list[dict[str, float]]:
     """Kill rank 1 `kills` times, `kill_after` steps into its life, and return what each recovery took and lost.
 
     Args:
         lines: What the job's workers print, as it comes.
         kills: How often.
         kill_after: Steps of a life.
+        ranks: How many there are.
     """
-    lives: dict[int, list[list[dict[str, Any]]]] = {0: [], 1: []}  # rank → the lines of each of its processes
+    # rank → the lines of each of its lives: processes, or calls of the training in one.
+    lives: dict[int, list[list[dict[str, Any]]]] = {rank: [] for rank in range(ranks)}
     kills_s: list[float] = []
     for line in map(json.loads, filter(lambda text: text.startswith('{"rank"'), lines)):
         own = lives[line["rank"]]
-        if not own or own[-1][-1]["pid"] != line["pid"]:
+        if not own or _life(own[-1][-1]) != _life(line):
             own.append([])
         own[-1].append(line)
         if line["rank"] == 1 and len(own) > len(kills_s) < kills and len(own[-1]) == kill_after:
@@ -59,12 +62,17 @@ def recoveries(lines: Iterable[str], *, kills: int, kill_after: int) -> list[dic
     return found
 
 
+def _life(line: dict[str, Any]) -> tuple[int, int]:
+    return line["pid"], line.get("life", 0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """A launcher, and the module in peers/ that keeps the state."""
+    """A launcher, the module in peers/ that keeps the state, and further options of the worker."""
 
     launcher: tuple[str, ...]
     keeper: str
+    options: tuple[str, ...] = ()
 
 
 def contenders(peers: dict[str, str]) -> dict[str, Contender]:
@@ -72,6 +80,8 @@ def contenders(peers: dict[str, str]) -> dict[str, Contender]:
     found = {
         "torchrun": Contender(launcher=TORCHRUN, keeper="dcp"),
         "resilient-run": Contender(launcher=RESILIENT_RUN, keeper="checkpointer"),
+        "resilient-run, preload": Contender(launcher=(*RESILIENT_RUN, "--rr-preload=learn"), keeper="checkpointer"),
+        "resilient-run, loop": Contender(launcher=RESILIENT_RUN, keeper="checkpointer", options=("--loop",)),
     }
     for name, python in peers.items():
         launchers = {
@@ -89,17 +99,19 @@ def contenders(peers: dict[str, str]) -> dict[str, Contender]:
     return found
 
 
-def measure(contender: Contender, *, kills: int, kill_after: int, state: list[str]) -> list[dict[str, float]]:
+def measure(
+    contender: Contender, *, kills: int, kill_after: int, ranks: int, state: list[str]
+) -> list[dict[str, float]]:
     """Return the recoveries of one job; `state` are the options that say how large the model is."""
     directory = Path(tempfile.mkdtemp(prefix="resilient-bench-", dir=SHARED_MEMORY))
     steps = kills * kill_after + 10
     script = [str(Path(__file__).with_name("recovery_worker.py")), "--keeper", contender.keeper]
-    options = ["--steps", str(steps), *state, "--directory", str(directory)]
-    flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(kills)]
+    options = ["--steps", str(steps), *state, "--directory", str(directory), *contender.options]
+    flags = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(kills)]
     try:
         with host() as env, job([*contender.launcher, *flags, *script, *options], env) as process:
             assert process.stdout is not None
-            return recoveries(process.stdout, kills=kills, kill_after=kill_after)
+            return recoveries(process.stdout, kills=kills, kill_after=kill_after, ranks=ranks)
     finally:
         shutil.rmtree(directory)
 
@@ -129,6 +141,7 @@ def main() -> None:
     options.add_argument("--kills", type=int, default=5, help="kills per job")
     options.add_argument("--kill-after", type=int, default=60, help="steps of each life before its kill")
     options.add_argument("--jobs", type=int, default=2, help="jobs of each contender, alternating")
+    options.add_argument("--ranks", type=int, default=2, help="ranks, one of which is killed")
     options.add_argument("--state-mb", type=int, default=64, help="parameters and optimizer state of a rank, MiB")
     options.add_argument("--tensors", type=int, help="parameters of the model, in place of layers of 12 MiB")
     options.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="see peers/README.md")
@@ -140,7 +153,9 @@ def main() -> None:
         with floor(state) as least_s:
             samples["floor"] += [{"seconds": least_s()} for _ in range(args.kills)]
         for name, contender in found.items():
-            samples[name] += measure(contender, kills=args.kills, kill_after=args.kill_after, state=state)
+            samples[name] += measure(
+                contender, kills=args.kills, kill_after=args.kill_after, ranks=args.ranks, state=state
+            )
 
     seconds = {name: Summary.of(recovery["seconds"] for recovery in found) for name, found in samples.items()}
     lost = {
@@ -161,7 +176,9 @@ def main() -> None:
     write_json(
         args.json,
         question="recovery_time",
-        parameters={name: getattr(args, name) for name in ("kills", "kill_after", "jobs", "state_mb", "tensors")},
+        parameters={
+            name: getattr(args, name) for name in ("kills", "kill_after", "jobs", "ranks", "state_mb", "tensors")
+        },
         results={"seconds": seconds, "steps_lost": lost},
     )
 

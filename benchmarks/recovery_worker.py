@@ -1,7 +1,11 @@
-"""The training loop of `recovery_time.py`, the same under every launcher; `--keeper` says who keeps the state."""
+"""The training loop of `recovery_time.py`, the same under every launcher; `--keeper` says who keeps the state.
+
+With `--loop`, the keeper also calls the training again in processes that survive; model and optimizer stay in them.
+"""
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import time
@@ -39,19 +43,29 @@ def main() -> None:
     options.add_argument("--state-mb", type=int, required=True)
     options.add_argument("--directory", type=Path, required=True)
     options.add_argument("--tensors", type=int)
+    options.add_argument("--loop", action="store_true")
     args = options.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     model, optimizer = build(args.state_mb << 20, args.tensors)
-    parallel = DistributedDataParallel(model)
-    keeper = make_keeper(args.keeper, model, optimizer, args.directory)
-    for step in range(keeper.restore() + 1, args.steps + 1):
-        train_step(parallel, optimizer, batch=BATCH)
-        keeper.step(step)
-        line = {"rank": dist.get_rank(), "pid": os.getpid(), "step": step, "ranks": dist.get_world_size()}
-        emit(json.dumps({**line, "monotonic_s": time.monotonic()}))
-    del parallel  # a DDP module that outlives its process group can deadlock in torch's destructors
-    dist.destroy_process_group()
+    lives = itertools.count()
+
+    def train() -> None:
+        life = next(lives)
+        dist.init_process_group("gloo")
+        parallel = DistributedDataParallel(model)
+        keeper = make_keeper(args.keeper, model, optimizer, args.directory)
+        for step in range(keeper.restore() + 1, args.steps + 1):
+            train_step(parallel, optimizer, batch=BATCH)
+            keeper.step(step)
+            line = {"rank": dist.get_rank(), "pid": os.getpid(), "life": life, "step": step}
+            emit(json.dumps({**line, "ranks": dist.get_world_size(), "monotonic_s": time.monotonic()}))
+        del parallel  # a DDP module that outlives its process group can deadlock in torch's destructors
+        dist.destroy_process_group()
+
+    if args.loop:
+        importlib.import_module(f"peers.{args.keeper}").loop(train)
+    else:
+        train()
     # Peers leave threads and processes behind that would keep the interpreter; what is measured has been written.
     os._exit(0)
 

@@ -37,6 +37,10 @@ class InjectedFault(CheckpointError):
     """Somebody let this step fail on purpose, with `resilient-inject`."""
 
 
+class StoppedError(CheckpointError):
+    """Another worker has failed; raised in `Checkpointer.step()` so that `resilient_run.loop` can begin again."""
+
+
 class DaemonError(CheckpointError):
     """The daemon refused a request for a reason that has no error class of its own."""
 

@@ -37,6 +37,11 @@ def refusal(error: Exception) -> Exception:
     return error
 
 
+def is_final(error: BaseException) -> bool:
+    """Tell whether no restart cures `error`."""
+    return isinstance(error, StateError) or hasattr(error, _REFUSAL)
+
+
 def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, CheckpointError) or hasattr(error, _REFUSAL)
 
@@ -105,8 +110,7 @@ def _hand_over(error: BaseException, *, hold: bool) -> bool:
     }
     try:
         with open(path, "w") as file:
-            final = isinstance(error, StateError) or hasattr(error, _REFUSAL)
-            json.dump({"message": message, HELD_BACK: hold, _FINAL: final}, file)
+            json.dump({"message": message, HELD_BACK: hold, _FINAL: is_final(error)}, file)
     except OSError:
         return False
     return hold

@@ -6,7 +6,7 @@ import select
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, Subpr
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
+from resilient_run.ckpt.format.pair import is_import
 from resilient_run.ckpt.uncaught import told
 from resilient_run.daemon.base.spec import JobSpec
 from resilient_run.daemon.run.records import Failure
@@ -34,6 +35,7 @@ from resilient_run.daemon.trust.secret import host_key, key_proof
 from .config import RunConfig
 from .daemon_link import DaemonLink
 from .fingerprint import fingerprint
+from .kept import KeptWorkers
 from .rendezvous.rendezvous import EtcdRendezvous
 from .timeline import RecoveryTimeline, newest_step
 from .workers.import_hook import AUTO
@@ -103,6 +105,8 @@ class ResilientAgent(LocalElasticAgent):
         self._config = run_config
         self._starter = starter
         self._rdzv = spec.rdzv_handler
+        starter.keeps_lines = True
+        self._kept = KeptWorkers(starter, limit_s=run_config.stop_timeout_s, missed_after_s=self._rdzv.missed_after_s)
         try:
             run_key = _run_key(run_config, self._rdzv)
         except click.UsageError:
@@ -262,6 +266,8 @@ class ResilientAgent(LocalElasticAgent):
         self._heed_signal()
         self._finished, whole = None, self._rdzv.round
         assert whole is not None, "workers start after the rendezvous"
+        if whole.restore is None or is_import(whole.restore):
+            self._kept.end()  # What such a round begins with is made by a process of its own.
         os.environ["RESILIENT_SOCKET"] = str(self._link.socket_path)
         os.environ["RESILIENT_RUN_ID"], os.environ["RESILIENT_HOST"] = self._rdzv.get_run_id(), self._rdzv.host
         os.environ["RESILIENT_GENERATION"] = str(self._rdzv.generation)
@@ -279,7 +285,7 @@ class ResilientAgent(LocalElasticAgent):
                 signal.signal(number, self._on_signal)
         # When a worker fails, torch closes the context by itself, and would give its siblings 30 s.
         context: Any = self._pcontext
-        context.close = partial(_close, context, context.close, self._config.stop_timeout_s, {*context.pids().values()})
+        context.close = partial(self._kept.close, context, context.close, {*context.pids().values()})
         # Only now: a daemon that is just starting takes as long as a worker's first imports.
         self._link.wait_open()
         return ids
@@ -292,6 +298,7 @@ class ResilientAgent(LocalElasticAgent):
             return self._succeeded(self._finished)
         failure = self._rdzv.failure
         if failure is None:
+            self._kept.answer()
             self._broadcast_exit(worker_group)
         elif self._is_told(failure):
             self._seen.add(failure.way)
@@ -302,7 +309,11 @@ class ResilientAgent(LocalElasticAgent):
                 return RunResult(state=WorkerState.HEALTHY)
             # Dead workers are a failure that torch's loop counts and reports.
             self._end_workers(signal.SIGKILL, _KILL_WAIT_S)
-        result: RunResult = super()._monitor_workers(worker_group)
+        restarts = self._remaining_restarts > 0 or (
+            self._decision and self._decided_generation == self._rdzv.generation
+        )
+        with self._kept.while_closing(keep=restarts and self._may_keep()):
+            result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.SUCCEEDED:
             return self._succeeded(result)
         failed = result.state in {WorkerState.FAILED, WorkerState.UNHEALTHY}
@@ -326,7 +337,13 @@ class ResilientAgent(LocalElasticAgent):
             )
             self._timeline.mark("decide")
             log.warning("generation %d is broken: %s; restarting workers", self._rdzv.generation, failure.message)
-        super()._restart_workers(worker_group)
+        with self._kept.while_closing(keep=self._may_keep()):
+            super()._restart_workers(worker_group)
+
+    def _may_keep(self) -> bool:
+        """Tell whether workers may go on in another generation: nobody has decided that any of them must not."""
+        failure = self._rdzv.failure
+        return self._rdzv.closed is None and (failure is None or failure.kind not in ORDERED_KINDS)
 
     def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
         """Stop workers whose state is worthless; at once in a hang, because a stopped process ignores SIGTERM."""
@@ -359,6 +376,8 @@ class ResilientAgent(LocalElasticAgent):
                 except ProcessLookupError:
                     continue  # It has ended, and the monitor knows.
                 stack.callback(os.close, descriptor)
+                poller.register(descriptor, select.POLLIN)
+            for descriptor in self._kept.descriptors():
                 poller.register(descriptor, select.POLLIN)
             poller.poll(self._interval_s * 1000)
         self._rdzv.clear_changed()
@@ -529,29 +548,6 @@ class ResilientAgent(LocalElasticAgent):
 def _by_signal(exitcode: int) -> bool:
     """Tell whether a signal ended a worker; a shell tells of one by 128 and its number."""
     return exitcode < 0 or exitcode - 128 in signal.valid_signals()
-
-
-def _close(
-    context: Any,
-    close: Any,
-    grace_s: int,
-    groups: set[int],
-    death_sig: signal.Signals | None = None,
-    timeout: int | None = None,
-) -> None:
-    """Close a process context as torch does, with our grace where torch does not ask for another.
-
-    What failed workers left in their process groups ends too, once for each of `groups`: torch does that only where the
-    worker still runs. A DataLoader's worker that had hardly begun when its trainer was killed takes whoever adopts it
-    for its trainer, and waits for ever.
-    """
-    close(death_sig, grace_s if timeout is None else timeout)
-    if isinstance(context, SubprocessContext):
-        for handler in context.subprocess_handlers.values():
-            if handler.proc.returncode and handler.proc.pid in groups:
-                groups.remove(handler.proc.pid)
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(handler.proc.pid, signal.SIGKILL)
 
 
 def _died(exitcode: int, error_file: str) -> str:

@@ -197,7 +197,8 @@ def options() -> list[click.Parameter]:
             type=click.IntRange(min=1),
             default=5,
             show_default=True,
-            help="After a failure, time between SIGTERM and SIGKILL for the remaining workers; after a hang none.",
+            help="After a failure, time for the other workers to leave `loop()`, and between SIGTERM and SIGKILL; "
+            "after a hang none.",
         ),
         _option(
             "--rr-config",

@@ -20,11 +20,14 @@ from solo_daemon import RUN_ID, SoloDaemon, is_committed
 from test_capture import _bytes, _newest, hold, tensors
 from thread_device import Stream, ThreadDevice
 
+from resilient_run.ckpt import reentry
 from resilient_run.ckpt.capture import copying, device
 from resilient_run.ckpt.capture.copying import CapturePlan, Copier
 from resilient_run.ckpt.capture.fingerprint import fingerprint_cuda
 from resilient_run.ckpt.capture.slots import MappedSlot
+from resilient_run.ckpt.capture.stopped import stopped
 from resilient_run.ckpt.checkpointer import Checkpointer
+from resilient_run.ckpt.errors import StoppedError
 from resilient_run.ckpt.format.digests import Digester
 from resilient_run.ckpt.format.slot import CHUNK_BYTES, Slot, plan_layout
 from resilient_run.ckpt.state.tree import Flattener
@@ -236,6 +239,32 @@ def test_optimizers_are_put_behind_the_copy_and_nobody_waits(daemon: SoloDaemon,
         assert ckpt.stats.discarded == 0
         assert ckpt.stats.captures == 7, "6 and 8 are captured; 7 was given up, because its turn had not come"
         assert ckpt.stats.skipped == 1
+
+
+def test_what_a_device_has_not_made_when_the_generation_ends_is_not_captured(
+    daemon: SoloDaemon, gpu: ThreadDevice
+) -> None:
+    """Collectives that are aborted end without a result, and the kernels behind them run all the same."""
+    model = torch.nn.Linear(300, 300, bias=False)
+    optimizer = _Fill(model.parameters(), gpu)
+    with Checkpointer(model=model) as ckpt:
+        ckpt.restore()
+        optimizer.step()
+        ckpt.step()
+        assert is_committed(ckpt)
+        gpu.compute.gate.clear()
+        optimizer.step()
+        ckpt.step()
+        reentry.stop()
+        try:
+            gpu.compute.gate.set()
+            assert not ckpt.wait(30)
+            with pytest.raises(StoppedError, match="another worker has failed"):
+                ckpt.step()
+        finally:
+            stopped.clear()
+        assert (ckpt.stats.captures, ckpt.stats.skipped) == (1, 1)
+        _held_weight(daemon, 1)
 
 
 def test_a_step_that_ends_before_the_device_began_is_what_its_stream_sees_then(

@@ -57,6 +57,7 @@ IDENTITY = """
     def signals(get):
         return {s.name: str(get(s)) for s in signal.valid_signals() if isinstance(s, signal.Signals)}
 
+    line = os.environ.pop("RESILIENT_LINE", "").split(":")  # what `loop` uses
     facts = {
         "argv": sys.argv, "orig_argv": sys.orig_argv, "cmdline": open("/proc/self/cmdline").read(),
         "path": sys.path, "flags": str(sys.flags), "options": [sys.warnoptions, sys._xoptions],
@@ -68,7 +69,8 @@ IDENTITY = """
         "environ": dict(os.environ), "cwd": os.getcwd(), "original_dir": multiprocessing.process.ORIGINAL_DIR,
         "umask": os.umask(0), "parent": os.getppid() == int(os.environ["RESILIENT_TEST_LAUNCHER"]),
         "session": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
-        "descriptors": [fd for fd in sorted(os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}")],
+        "descriptors": [fd for fd in sorted(os.listdir("/proc/self/fd"))
+                        if os.path.exists(f"/proc/self/fd/{fd}") and fd != line[0]],
         "streams": [stream(sys.stdin), stream(sys.stdout), stream(sys.stderr)],
         "original_streams": [sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__, sys.stdin is sys.__stdin__],
         "signals": signals(signal.getsignal), "mask": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),

@@ -33,6 +33,7 @@ from ..state.tree import Leaf
 from .copying import CapturePlan, Copier, Staged
 from .slots import MappedSlot, RankSlots
 from .stats import CaptureStats
+from .stopped import stopped
 
 _ALLOCATE_S: Final = 300.0
 _GROW_S: Final = 5.0
@@ -516,6 +517,10 @@ class Capturer:
         changed = self._copier.prove(plan, staged, target)
         if changed is not None:
             self._discard(capture, changed)
+            return
+        if (plan.devices or plan.live) and stopped.is_set():
+            with self._changed:
+                self._skip(capture)
             return
         target.slot.publish(
             run_id=self._env.run_id,

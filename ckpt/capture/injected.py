@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from ..errors import InjectedFault
+from ..errors import InjectedFault, StoppedError
 from ..format.digests import is_part
 from ..format.manifest import leaf_paths
 from ..format.wire import Message
 from ..state.state import TrainingState
+from .stopped import stopped
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +38,11 @@ class Injected:
         """Carry out what is ordered, once.
 
         Raises:
+            StoppedError: The generation is over.
             InjectedFault: That is what is ordered, or there is no such tensor in `state` as is to be struck.
         """
+        if stopped.is_set():
+            raise StoppedError("another worker has failed: let this error leave the function given to loop()")
         order, self._order = self._order, None
         if self._factor > 1:
             self._drag()

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import random
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -130,6 +131,10 @@ class TrainingState:
         """Remember how the state looks where a restarted script restores it."""
         for module in self.modules.values():
             begin_fsdp1(module)
+        if reentered.is_set():
+            for item in self.objects.values():
+                if isinstance(item, torch.nn.Module | torch.optim.Optimizer):
+                    item.zero_grad()
         states = {name: whole_state(item) for name, item in self.modules.items()}
         self._begun = layout(states, self.modules, self._registered())
 
@@ -426,6 +431,8 @@ class DueRng:
 
 
 due_rng: Final = DueRng()
+reentered: Final = threading.Event()
+"""Set where training goes on in the process that it has failed in: gradients may be left, which a new one has not."""
 
 
 def get_rng() -> dict[str, Any]:

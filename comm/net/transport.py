@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Self, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ _FIRST_COUNT = 1 << 32
 """Above what torch counts to, so that none of its names is one of ours."""
 _Sent = tuple[Work, Tensor]
 """What is being sent, and its memory."""
-_groups_among: Counter[tuple[int, ...]] = Counter()
-"""Ranks → groups that `_new_group` has made of them in this process."""
+_groups_among = WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]]()
+"""Default group → ranks → groups that `_new_group` has made of them; a process may outlive its default group."""
 _begun: WeakValueDictionary[torch.device, Work] = WeakValueDictionary()
 """GPU → the all-reduce begun last on it, while it is to be waited for."""
 
@@ -413,7 +413,7 @@ def _level(ranks: Sequence[int]) -> None:
     names.
     """
     together = tuple(sorted(ranks))
-    place = f"resilient-run/groups/{hash(together)}/{_groups_among[together]}"
+    place = f"resilient-run/groups/{hash(together)}/{_made_among()[together]}"
     store = _get_default_store()
     store.set(f"{place}/{dist.get_rank()}", str(len(_world.pg_names)))
     keys = [f"{place}/{rank}" for rank in together]
@@ -432,9 +432,9 @@ def _new_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup
     is not.
     """
     together = tuple(sorted(ranks))
-    _groups_among[together] += 1
+    _made_among()[together] += 1
     count = _world.group_count
-    _world.group_count = _FIRST_COUNT + _groups_among[together]
+    _world.group_count = _FIRST_COUNT + _made_among()[together]
     try:
         made: ProcessGroup = dist.new_group(
             list(ranks), timeout=_timeout(), backend=backend, use_local_synchronization=True
@@ -442,6 +442,10 @@ def _new_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup
     finally:
         _world.group_count = count
     return made
+
+
+def _made_among() -> Counter[tuple[int, ...]]:
+    return _groups_among.setdefault(_get_default_group(), Counter())
 
 
 def _timeout() -> timedelta | None:

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from resilient_run.ckpt.dcp import MemoryReader as MemoryReader
     from resilient_run.ckpt.dcp import MemoryTier as MemoryTier
     from resilient_run.ckpt.dcp import MemoryWriter as MemoryWriter
+    from resilient_run.launcher.loop import loop as loop
     from resilient_run.launcher.persisted import PersistedReader as PersistedReader
 
-__all__ = ["Checkpointer", "MemoryReader", "MemoryTier", "MemoryWriter", "PersistedReader", "__version__"]
+__all__ = ["Checkpointer", "MemoryReader", "MemoryTier", "MemoryWriter", "PersistedReader", "__version__", "loop"]
 __version__ = version("resilient-run")
 
 _LAZY = {
@@ -23,6 +24,7 @@ _LAZY = {
     "MemoryTier": "resilient_run.ckpt.dcp",
     "MemoryWriter": "resilient_run.ckpt.dcp",
     "PersistedReader": "resilient_run.launcher.persisted",
+    "loop": "resilient_run.launcher.loop",
 }
 
 

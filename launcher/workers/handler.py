@@ -52,4 +52,4 @@ class _WorkerHandler(SubprocessHandler):
         super().__init__(**kwargs)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
-        return self._starter.start(args, env, self._stdout, self._stderr)
+        return self._starter.start(args, env, self._stdout, self._stderr, self.local_rank_id)

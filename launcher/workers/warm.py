@@ -16,10 +16,11 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from . import import_hook, zygote
+from . import import_hook, line, zygote
 from .prctl import adopting_orphans, death_with_parent
 from .preload import PER_WORKER
 
@@ -68,10 +69,18 @@ class WorkerStarter:
     Args:
         warm: False starts every worker cold.
         preload: Modules that the zygote imports besides torch; None learns them from the first workers.
+
+    Attributes:
+        keeps_lines: Whether there is somebody who listens to the workers' lines, and may keep them (see `line.py`).
+        lines: Those of the workers that run, by pid.
+        ready: Those of the workers that are kept for the next start, by local rank.
     """
 
     def __init__(self, *, warm: bool, preload: Sequence[str] | None = ()) -> None:
         self.preload = preload
+        self.keeps_lines = False
+        self.lines: dict[int, line.Line] = {}
+        self.ready: dict[int, line.Line] = {}
         self._refusal = None if warm else "warm start is switched off"
         self._preparing: list[threading.Thread] = []
         self._wanted: tuple[Sequence[str], Mapping[str, str]] | None = None
@@ -86,20 +95,42 @@ class WorkerStarter:
         self._bind = death_with_parent(os.getpid())
 
     def start(
-        self, args: Sequence[str], env: dict[str, str], stdout: IO[str] | None, stderr: IO[str] | None
+        self,
+        args: Sequence[str],
+        env: dict[str, str],
+        stdout: IO[str] | None,
+        stderr: IO[str] | None,
+        local_rank: int | None = None,
     ) -> "subprocess.Popen[bytes]":
-        """Return the running worker, leader of its own session."""
+        """Return the running worker, leader of its own session; one that is ready for `local_rank` goes on."""
+        streams = [0, stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2]
+        kept = None if local_rank is None else self.ready.pop(local_rank, None)
+        if kept is not None and kept.go_on(env, streams):
+            return kept.process
+        process: subprocess.Popen[bytes]
         try:
-            streams = [0, stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2]
-            pid = self._zygote_for(args, env).fork(env, streams)
+            pid, end = self._zygote_for(args, env).fork(env, streams)
             self._has_forked = True
+            process = WarmProcess(args, pid)
         except ColdStart as reason:
             log.info("cold start of %s: %s", args[0], reason)
-            env = self._with_import_hook(args[0], env)
-            return subprocess.Popen(
-                args, env=env, stdout=stdout, stderr=stderr, start_new_session=True, preexec_fn=self._bind
-            )
-        return WarmProcess(args, pid)
+            hooked = self._with_import_hook(args[0], env)
+            end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                process = subprocess.Popen(
+                    args,
+                    env={**hooked, line.LINE: line.name(theirs)},
+                    stdout=stdout,
+                    stderr=stderr,
+                    start_new_session=True,
+                    preexec_fn=self._bind,
+                    pass_fds=[theirs.fileno()],
+                )
+        if self.keeps_lines and import_hook.AUTO not in env:
+            self.lines[process.pid] = line.Line(end, process, env, streams)
+        else:
+            end.close()  # What --rr-auto has in a worker knows of one generation.
+        return process
 
     def expect(self, args: Sequence[str], env: Mapping[str, str], *, is_guess: bool = False) -> None:
         """Prepare for workers that will be started with `args` and, but for what differs by worker, `env`.
@@ -130,6 +161,8 @@ class WorkerStarter:
 
     def close(self) -> None:
         """End the zygote; its workers go on."""
+        for each in self.lines.values():
+            each.end.close()
         self._closing.set()
         if (zygote := self._zygote) is not None:
             zygote.kill()
@@ -331,8 +364,10 @@ class Zygote:
         if (difference := _difference(self._args, self._env, args, env)) is not None:
             raise ColdStart(difference)
 
-    def fork(self, env: Mapping[str, str], streams: Sequence[int]) -> int:
+    def fork(self, env: Mapping[str, str], streams: Sequence[int]) -> tuple[int, socket.socket]:
         """Return the pid of a new child of this process that runs the command, with `streams` as descriptors 0 to 2.
+
+        With it comes our end of the line to it.
 
         Raises:
             ColdStart: The zygote died, or could not fork.
@@ -342,7 +377,9 @@ class Zygote:
             "unset": sorted(self._env.keys() - env.keys()),
         }
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, theirs:
+        with ExitStack() as stack:
+            stack.callback(ours.close)
+            stack.enter_context(theirs)
             try:
                 with adopting_orphans():
                     socket.send_fds(self._control, [json.dumps(request).encode()], [*streams, theirs.fileno()])
@@ -352,11 +389,12 @@ class Zygote:
             except OSError as error:
                 self._process.kill()
                 raise ColdStart(f"cannot reach the zygote, or adopt its fork: {error}") from error
+            stack.pop_all()
         for note in answer["notes"]:
             log.log(self._note_level, "%s", note)
         if answer["preloaded"]:
             log.info("a worker starts with %s imported", ", ".join(answer["preloaded"]))
-        return int(answer["pid"])
+        return int(answer["pid"]), ours
 
     def kill(self) -> None:
         """Kill the zygote, which also ends a wait for it."""

@@ -9,7 +9,7 @@ The zygote says once, over a socket of sequenced packets, ``{"ready": true}`` or
 ``{"set": {name: value}, "unset": [name]}``, the difference of the worker's environment to the zygote's, with four
 descriptors: the worker's stdin, stdout and stderr, and a socket of its own. On that socket ``{"pid", "preloaded",
 "notes"}`` or ``{"refused"}`` comes back, and the worker waits for a packet, its leave to run; it ends when the
-launcher, having given up, has closed its end.
+launcher, having given up, has closed its end. The socket stays open in it as its line (see `line.py`).
 
 What the script imports besides torch is imported beforehand by zygotes of single ranks (see `nursery.py`), which this
 one forks and hands requests on to.
@@ -73,6 +73,7 @@ def _beside(name: str) -> ModuleType:
 
 
 _import_hook = _beside("import_hook")
+_line = _beside("line")
 
 
 def hold() -> None:
@@ -234,11 +235,13 @@ def _go_on(
     """Make this fork the worker that `request` asks for, and wait for the launcher's leave to run."""
     bind()
     _become_worker(request, streams)
+    os.environ[_line.LINE] = _line.name(launcher)
     if journal is not None:
         journal.keep()
     _tell(launcher, {"pid": os.getpid(), "preloaded": list(preloaded), "notes": request["notes"]})
     if not launcher.recv(1):
         os._exit(1)
+    launcher.detach()
 
 
 def _tell(launcher: socket.socket, message: dict[str, Any]) -> None:

@@ -1,0 +1,131 @@
+"""Which workers of a broken generation keep their process: those that come out of `loop` in time."""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from .workers.line import INSIDE, OUT, READY, Line
+from .workers.warm import WorkerStarter
+
+_OWN_ERROR_S = 1.0
+_LOOK_S = 0.02
+
+
+class KeptWorkers:
+    """The workers of this host that are in a `loop`, as the agent sees them.
+
+    Args:
+        starter: Starts workers, and has the lines to them.
+        limit_s: How long they may take to come out, or to end after SIGTERM.
+        missed_after_s: For how long a host that is lost may still seem to be there.
+    """
+
+    def __init__(self, starter: WorkerStarter, *, limit_s: int, missed_after_s: float) -> None:
+        self._starter = starter
+        self._limit_s = limit_s
+        self._peers_error_s = missed_after_s + _OWN_ERROR_S
+        self._keeps = False
+
+    @contextmanager
+    def while_closing(self, *, keep: bool) -> Iterator[None]:
+        """Let `close` leave those alone, while the block runs, that come out in time, if `keep`."""
+        self._keeps = keep
+        try:
+            yield
+        finally:
+            self._keeps = False
+
+    def descriptors(self) -> list[int]:
+        """Return what becomes readable when one of them says something."""
+        self._listen()
+        return [line.end.fileno() for line in self._starter.lines.values()]
+
+    def answer(self) -> None:
+        """Let those fail whose function raised while nothing else did, in a generation that is not broken.
+
+        What may have come from another worker waits until a lost host would be missed.
+        """
+        self._listen()
+        for line in self._starter.lines.values():
+            patience_s = self._peers_error_s if line.peers else _OWN_ERROR_S
+            if line.state == OUT and time.monotonic() > line.out_s + patience_s:
+                line.state = ""
+                line.tell({"raise": True})
+
+    def close(
+        self,
+        context: Any,
+        close: Any,
+        groups: set[int],
+        death_sig: signal.Signals | None = None,
+        timeout: int | None = None,
+    ) -> None:
+        """Close a process context as torch does, with our grace where torch does not ask for another.
+
+        What failed workers left in their process groups ends too, once for each of `groups`: torch does that only where
+        the worker still runs. A DataLoader's worker that had hardly begun when its trainer was killed takes whoever
+        adopts it for its trainer, and waits for ever.
+        """
+        grace_s = self._limit_s if timeout is None else timeout
+        if not isinstance(context, SubprocessContext):
+            close(death_sig, grace_s)
+            return
+        if self._keeps:
+            self._gather(context)
+        else:
+            self._starter.ready.clear()
+        kept = {line.process.pid for line in self._starter.ready.values()}
+        handlers = context.subprocess_handlers
+        context.subprocess_handlers = {rank: each for rank, each in handlers.items() if each.proc.pid not in kept}
+        try:
+            close(death_sig, grace_s)
+        finally:
+            context.subprocess_handlers = handlers
+        for handler in handlers.values():
+            if handler.proc.returncode and handler.proc.pid in groups:
+                groups.remove(handler.proc.pid)
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(handler.proc.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """End those that were to be kept: nothing would bring their state back to what a new process has."""
+        for line in self._starter.ready.values():
+            with suppress(ProcessLookupError):
+                os.killpg(line.process.pid, signal.SIGKILL)
+            line.process.wait()
+        self._starter.ready.clear()
+
+    def _gather(self, context: SubprocessContext) -> None:
+        """Tell the workers of `context` that the generation is broken, and wait for those that are in a loop."""
+        self._listen()
+        by_rank = {
+            rank: self._starter.lines[handler.proc.pid]
+            for rank, handler in context.subprocess_handlers.items()
+            if handler.proc.pid in self._starter.lines
+        }
+        coming = {
+            rank: line for rank, line in by_rank.items() if line.state in {INSIDE, OUT} and line.tell({"stop": True})
+        }
+        deadline = time.monotonic() + self._limit_s
+        while coming and time.monotonic() < deadline:
+            select.select([line.end for line in coming.values()], [], [], _LOOK_S)
+            self._listen()
+            coming = {rank: line for rank, line in coming.items() if self._is_coming(line)}
+        self._starter.ready |= {rank: line for rank, line in by_rank.items() if line.state == READY}
+
+    def _is_coming(self, line: Line) -> bool:
+        return line.state in {INSIDE, OUT} and line.process.pid in self._starter.lines
+
+    def _listen(self) -> None:
+        """Take what workers have said; forget those that have ended."""
+        for pid, line in list(self._starter.lines.items()):
+            if not line.listen() or line.process.poll() is not None:
+                line.state = ""
+                line.end.close()
+                del self._starter.lines[pid]
