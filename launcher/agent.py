@@ -106,7 +106,7 @@ class ResilientAgent(LocalElasticAgent):
         self._starter = starter
         self._rdzv = spec.rdzv_handler
         starter.keeps_lines = True
-        self._kept = KeptWorkers(starter, limit_s=run_config.stop_timeout_s, missed_after_s=self._rdzv.missed_after_s)
+        self._kept = KeptWorkers(starter, limit_s=run_config.stop_timeout_s)
         try:
             run_key = _run_key(run_config, self._rdzv)
         except click.UsageError:
@@ -298,7 +298,6 @@ class ResilientAgent(LocalElasticAgent):
             return self._succeeded(self._finished)
         failure = self._rdzv.failure
         if failure is None:
-            self._kept.answer()
             self._broadcast_exit(worker_group)
         elif self._is_told(failure):
             self._seen.add(failure.way)
@@ -388,15 +387,25 @@ class ResilientAgent(LocalElasticAgent):
             return
         handlers = self._pcontext.subprocess_handlers.items()
         exited = [(exitcode, local_rank) for local_rank, handler in handlers if (exitcode := handler.proc.poll())]
-        if not exited:
-            return
-        # One that a signal killed comes first: the others may have failed because of it.
-        exitcode, local_rank = min(exited)
+        if exited:
+            # One that a signal killed comes first: the others may have failed because of it.
+            exitcode, local_rank = min(exited)
+            error_file = self._pcontext.error_files[local_rank]
+            self._told, self._is_final = told(error_file)
+            self._announce(worker_group, local_rank, exitcode, _died(exitcode, error_file))
+        elif (line := self._kept.answer()) is not None:
+            local_rank = next(local_rank for local_rank, handler in handlers if handler.proc.pid == line.process.pid)
+            what = f"came out of loop() with {line.error}"
+            if self._announce(worker_group, local_rank, 1, what):
+                log.warning("pid %d %s; restarting workers", line.process.pid, what)
+            else:
+                self._kept.fail(line)
+
+    def _announce(self, worker_group: WorkerGroup, local_rank: int, exitcode: int, what: str) -> bool:
+        """Break the generation for every host because of a worker of this one; return whether memory can undo that."""
+        assert isinstance(self._pcontext, SubprocessContext)
         rank, pid = worker_group.workers[local_rank].global_rank, self._pcontext.pids()[local_rank]
-        error_file = self._pcontext.error_files[local_rank]
-        self._told, self._is_final = told(error_file)
-        message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {_died(exitcode, error_file)}"
-        message += self._left_early(worker_group)
+        message = f"rank {rank} (pid {pid}) on host {self._rdzv.host} {what}{self._left_early(worker_group)}"
         status = self._status()
         last_step, idle_s = self._progress(status)
         self._timeline.begin(kind="worker_exit", cause=message, detect_s=0.0, last_step=last_step, idle_s=idle_s)
@@ -404,8 +413,9 @@ class ResilientAgent(LocalElasticAgent):
         self._rdzv.report_failure(
             kind="worker_exit", rank=rank, pid=pid, exitcode=exitcode, message=message, step=step, raised=raised
         )
-        self._recoverable(message, exited=(rank, exitcode))
+        recoverable = self._recoverable(message, exited=(rank, exitcode))
         self._timeline.mark("decide")
+        return recoverable
 
     def _left_early(self, worker_group: WorkerGroup) -> str:
         """Return which ranks had ended with status 0 when another one failed, which may have waited for them."""

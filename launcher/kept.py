@@ -14,6 +14,7 @@ from .workers.line import INSIDE, OUT, READY, Line
 from .workers.warm import WorkerStarter
 
 _OWN_ERROR_S = 1.0
+_PEERS_ERROR_S = 0.3
 _LOOK_S = 0.02
 
 
@@ -23,13 +24,11 @@ class KeptWorkers:
     Args:
         starter: Starts workers, and has the lines to them.
         limit_s: How long they may take to come out, or to end after SIGTERM.
-        missed_after_s: For how long a host that is lost may still seem to be there.
     """
 
-    def __init__(self, starter: WorkerStarter, *, limit_s: int, missed_after_s: float) -> None:
+    def __init__(self, starter: WorkerStarter, *, limit_s: int) -> None:
         self._starter = starter
         self._limit_s = limit_s
-        self._peers_error_s = missed_after_s + _OWN_ERROR_S
         self._keeps = False
 
     @contextmanager
@@ -46,17 +45,24 @@ class KeptWorkers:
         self._listen()
         return [line.end.fileno() for line in self._starter.lines.values()]
 
-    def answer(self) -> None:
-        """Let those fail whose function raised while nothing else did, in a generation that is not broken.
+    def answer(self) -> Line | None:
+        """Let one fail whose function raised while nothing else did, in a generation that is not broken.
 
-        What may have come from another worker waits until a lost host would be missed.
+        Return one whose error may have come from another worker, of which nobody has told.
         """
         self._listen()
         for line in self._starter.lines.values():
-            patience_s = self._peers_error_s if line.peers else _OWN_ERROR_S
-            if line.state == OUT and time.monotonic() > line.out_s + patience_s:
-                line.state = ""
-                line.tell({"raise": True})
+            waited_s = time.monotonic() - line.out_s
+            if line.state == OUT and line.peers and waited_s > _PEERS_ERROR_S:
+                return line
+            if line.state == OUT and not line.peers and waited_s > _OWN_ERROR_S:
+                self.fail(line)
+        return None
+
+    def fail(self, line: Line) -> None:
+        """Let a worker whose function raised end with its error."""
+        line.state = ""
+        line.tell({"raise": True})
 
     def close(
         self,

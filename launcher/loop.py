@@ -19,6 +19,7 @@ from .workers.line import INSIDE, LEFT, OUT, READY, become, worker_end
 T = TypeVar("T")
 
 _MAX_PACKET_BYTES: Final = 1 << 17
+_MAX_TEXT: Final = 300
 _OF_OTHERS: Final = ("gloo", "NCCL", "process group", "by peer", "Broken pipe")
 """What errors of collectives say, whose class is often RuntimeError alone."""
 
@@ -50,7 +51,7 @@ def loop(train: Callable[[], T]) -> T:
 
     The process goes on if `train` raises within ``--rr-stop-timeout`` of the failure, and there is a step to restore.
     Collectives raise when a peer is gone, and so does `Checkpointer.step()`. Otherwise a new process takes its place,
-    as without `loop`. An error of its own ends the process as ever, about a second later. Outside resilient-run, and
+    as without `loop`. An error of its own ends the process as ever, a second later. Outside resilient-run, and
     with ``--rr-auto``, this is ``train()``.
     """
     line = _Line.open()
@@ -62,7 +63,7 @@ def loop(train: Callable[[], T]) -> T:
             try:
                 return train()
             except Exception as error:
-                if is_final(error) or not line.is_stopped(may_be_others(error)):
+                if is_final(error) or not line.is_stopped(error):
                     raise
             # The error is gone, and with it its frames and what `train` had made.
             let_go()
@@ -126,11 +127,12 @@ class _Line:
             self._is_inside = True
         self._say(INSIDE)
 
-    def is_stopped(self, peers: bool) -> bool:
+    def is_stopped(self, error: Exception) -> bool:
         """Say that it has raised; return whether the generation is over because of somebody else."""
         with self._lock:
             self._is_inside = False
-        self._say(OUT, peers=peers)
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_TEXT]
+        self._say(OUT, error=text, peers=may_be_others(error))
         heard = self._heard.get()
         return heard is not None and "stop" in heard[0]
 

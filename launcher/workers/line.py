@@ -4,11 +4,11 @@ It is a socket of sequenced packets, each a JSON object, that the worker gets at
 socket, or one that a cold worker inherits. The variable `LINE` names its descriptor and inode, because a script may
 have closed it and opened another file.
 
-The worker says ``{"state": state}``: `INSIDE` while its function runs, `OUT` when that has raised (with ``peers``: the
-error may come from another worker), `READY` when it has let go of all that belongs to the generation, and `LEFT` when
-its function has returned. The launcher says ``{"stop": true}`` when the generation is broken, ``{"raise": true}`` if
-the error is the worker's own, and to one that is ready ``{"set", "unset", "streams"}``, the difference of its new
-environment to the one before, with descriptors for its standard streams.
+The worker says ``{"state": state}``: `INSIDE` while its function runs, `OUT` when that has raised (with ``error``, its
+text, and ``peers``: it may come from another worker), `READY` when it has let go of all that belongs to the generation,
+and `LEFT` when its function has returned. The launcher says ``{"stop": true}`` when the generation is broken,
+``{"raise": true}`` if the error is the worker's own, and to one that is ready ``{"set", "unset", "streams"}``, the
+difference of its new environment to the one before, with descriptors for its standard streams.
 """
 
 import json
@@ -82,6 +82,7 @@ class Line:
     Attributes:
         state: What the worker has said last, "" before it has said anything.
         out_s: When its function has raised, on the monotonic clock.
+        error: What it has raised.
         peers: Whether another worker may be to blame for that.
     """
 
@@ -93,6 +94,7 @@ class Line:
         self.process = process
         self.state = ""
         self.out_s = 0.0
+        self.error = ""
         self.peers = False
         self._was(env, streams)
 
@@ -112,7 +114,7 @@ class Line:
                 said = json.loads(packet)
                 self.state = said["state"]
                 if self.state == OUT:
-                    self.out_s, self.peers = time.monotonic(), said["peers"]
+                    self.out_s, self.error, self.peers = time.monotonic(), str(said["error"]), bool(said["peers"])
             except (ValueError, LookupError, TypeError):
                 return False  # It is closed, or the script writes to it.
 
