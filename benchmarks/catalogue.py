@@ -75,6 +75,7 @@ BENCHMARKS: Final = (
         also=(*JOB, "benchmarks/peers"),
         results=(
             Result(name="recovery-time", minutes=5),
+            Result(name="recovery-time-4", arguments="--ranks 4", minutes=6),
             Result(name="recovery-time-291", arguments="--tensors 291 --state-mb 144 --kill-after 30", minutes=5),
             Result(name="recovery-time-4000", arguments="--tensors 4000 --kills 3 --kill-after 20", minutes=25),
             Result(
