@@ -390,6 +390,8 @@ def measure(args: argparse.Namespace, root: Path) -> dict[str, Any]:
         lab = LabCluster(build, root, names, etcd_members=3, rate=RATE)
         stack.callback(lab.close)
         lab.lead(lab.etcd[1])
+        # What a fork shares with the interpreter that it comes from would be its own as soon as either writes there.
+        lab.host(SPARED).forked = False
         log = Log(path)
         stack.callback(log.close)
         chaos = Chaos(lab, log, [str(WORKER), str(path), str(gate), str(args.pause_s)], args.seed)

@@ -188,6 +188,17 @@ def test_lost_lease_is_noticed(etcd_config: EtcdConfig, prefix: str) -> None:
     with_etcd(etcd_config, scenario)
 
 
+def test_lost_leases_are_forgotten(etcd_config: EtcdConfig) -> None:
+    async def scenario(etcd: Etcd) -> None:
+        for _ in range(5):
+            lease = await etcd.lease(1)
+            lease.give_up()
+        kept = await etcd.lease(1)
+        assert etcd._leases == {kept}
+
+    with_etcd(etcd_config, scenario)
+
+
 HOLDER = """
 import asyncio, sys
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig

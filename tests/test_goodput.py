@@ -1,7 +1,9 @@
 """The goodput ledger reads what launchers write; the cost model agrees with closed forms, the thesis and simulation."""
 
+import gc
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from wasted import effective_ratio, expected_wasted_s, linear_ratio
 
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.daemon.base.costs import DAY_S, CheckpointCost, Failures, high_frequency_s, simulate
-from resilient_run.daemon.base.goodput import PHASES, read_ledger
+from resilient_run.daemon.base.goodput import PHASES, Recovery, read_ledger
 from resilient_run.daemon.ctl.cli import resilientctl
+from resilient_run.daemon.run.recoveries import Recoveries
 from resilient_run.launcher import timeline
 
 
@@ -64,6 +67,39 @@ def test_a_timeline_can_be_read(tmp_path: Path) -> None:
         ("worker_exit", True, 1),
     ]
     assert set(failures[1].phases_s) == set(PHASES)
+
+
+def test_a_long_run_keeps_few_events_and_all_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance, told = random.Random(5), list[dict[str, Any]]()
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    recoveries = Recoveries()
+    monkeypatch.setattr("time.time", lambda: 5000.0)
+    gc.collect()
+    before = sum(type(each) is Recovery for each in gc.get_objects())
+    sums_s, lost = dict.fromkeys(PHASES, 0.0), (None, 0, 1, 7)
+    for generation in range(2, 202):
+        kind, phases_s = chance.choice(("worker_exit", "hang")), {phase: chance.random() for phase in PHASES}
+        for host, factor in (("a", 0.5), ("b", 1.0), ("c", 0.1)):
+            slowed = {f"{phase}_s": factor * seconds for phase, seconds in phases_s.items()}
+            costs = {"total_s": sum(slowed.values()), "steps_lost": chance.choice(lost)}
+            told.append(event(host=host, generation=generation, kind=kind, unix_s=10.0 * generation, **slowed, **costs))
+            recoveries.see(host, told[-1])
+            found = recoveries.describe(1.0)["phases_s"]
+            assert all(found[phase] >= sums_s[phase] for phase in PHASES), "a counter fell"
+            sums_s = found
+    found = recoveries.describe(0.5)
+    kept = sum(type(each) is Recovery for each in gc.get_objects()) - before
+    assert kept == 3 * len(found["failures"]) == 3 * 32
+    ledger = read_ledger([write(tmp_path / "events", *told)], step_s=0.5, period_s=5000.0)
+    expected = ledger.describe()
+    assert found["failures"] == expected["failures"][-32:]
+    assert (found["count"], found["down_s"], found["steps_lost"]) == (200, expected["down_s"], expected["steps_lost"])
+    assert found["effective_ratio"] == pytest.approx(expected["effective_ratio"], rel=1e-12)
+    assert Counter(found["kinds"]) == Counter(failure.kind for failure in ledger.failures)
+    for phase in PHASES:
+        slowest_s = sum(failure.phases_s[phase] for failure in ledger.failures)
+        assert found["phases_s"][phase] == pytest.approx(slowest_s, rel=1e-12)
+    assert recoveries.describe(None)["effective_ratio"] is None
 
 
 def test_the_slowest_host_is_what_a_failure_costs(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ class Etcd:
         lease = Lease(etcd=self, lease_id=answer.ID, ttl_s=answer.TTL)
         if keep_alive:
             lease.keep_alive()
-            self._leases.add(lease)
+            self._leases = {lease, *(known for known in self._leases if not known.lost.is_set())}
         return lease
 
     async def refresh(self, lease_id: int, timeout_s: float) -> int:

@@ -2,13 +2,15 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from ..base.goodput import PHASES, FailureCost, Ledger, Recovery
 
-_KEPT: Final = 10_000
 _SHOWN: Final = 32
+"""So many of the newest failures are known host by host; what came before is only added up."""
+
 _KINDS: Final = (
     "worker_exit", "host_lost", "hang", "unhealthy", "unhealthy_steps", "memory_lost", "corruption", "membership",
     "restart", "rollback",
@@ -22,6 +24,9 @@ class Recoveries:
     def __init__(self) -> None:
         self._since_s = time.time()
         self._events: dict[int, dict[str, Recovery]] = {}
+        self._older: FailureCost | None = None
+        self._kinds = Counter[str]()
+        self._phases_s = dict.fromkeys(PHASES, 0.0)
 
     def see(self, key: str, value: Mapping[str, Any]) -> None:
         """Take the event of a host.
@@ -32,8 +37,8 @@ class Recoveries:
         event = Recovery.parse(value, key)
         if event.generation in self._events or event.unix_s - event.total_s >= self._since_s:
             self._events.setdefault(event.generation, {})[event.host] = event
-            while len(self._events) > _KEPT:
-                del self._events[min(self._events)]
+            if len(self._events) > _SHOWN:
+                self._add_up(self._events.pop(next(iter(self._events))).values())
 
     def describe(self, step_s: float | None) -> dict[str, Any]:
         """Return the ledger since this daemon knows the run, with its newest failures only.
@@ -41,14 +46,28 @@ class Recoveries:
         Args:
             step_s: Seconds of one training step, None when nobody knows.
         """
+        older = () if self._older is None else (self._older,)
         costs = [FailureCost.of(events.values()) for _, events in sorted(self._events.items())]
-        # Of each phase the host that took longest: a host that tells later lets no sum fall.
-        phases_s = {
-            phase: sum(
-                max(each.phases_s.get(phase, 0.0) for each in events.values()) for events in self._events.values()
-            )
-            for phase in PHASES
-        }
-        told = Ledger(failures=tuple(costs), step_s=step_s, period_s=time.time() - self._since_s).describe()
-        kinds = {**dict.fromkeys(_KINDS, 0), **Counter(cost.kind for cost in costs)}
-        return {**told, "failures": told["failures"][-_SHOWN:], "kinds": kinds, "phases_s": phases_s}
+        phases_s = dict(self._phases_s)
+        for events in self._events.values():
+            _add_phases(phases_s, events.values())
+        told = Ledger(failures=(*older, *costs), step_s=step_s, period_s=time.time() - self._since_s).describe()
+        kinds = {**dict.fromkeys(_KINDS, 0), **(self._kinds + Counter(cost.kind for cost in costs))}
+        newest = {"failures": told["failures"][len(older) :], "count": sum(kinds.values())}
+        return {**told, **newest, "kinds": kinds, "phases_s": phases_s}
+
+    def _add_up(self, events: Collection[Recovery]) -> None:
+        """Let the sums have a failure of which no host tells any more."""
+        cost, older = FailureCost.of(events), self._older
+        self._kinds[cost.kind] += 1
+        _add_phases(self._phases_s, events)
+        if older is not None:
+            steps_lost = (older.steps_lost or 0) + (cost.steps_lost or 0)
+            cost = replace(cost, down_s=older.down_s + cost.down_s, steps_lost=steps_lost)
+        self._older = cost
+
+
+def _add_phases(sums_s: dict[str, float], events: Collection[Recovery]) -> None:
+    """Add, of each phase, the host that took longest: a host that tells later lets no sum fall."""
+    for phase in PHASES:
+        sums_s[phase] += max(each.phases_s.get(phase, 0.0) for each in events)
