@@ -298,7 +298,8 @@ class ResilientAgent(LocalElasticAgent):
             return self._succeeded(self._finished)
         failure = self._rdzv.failure
         if failure is None:
-            self._broadcast_exit(worker_group)
+            if not self._broadcast_exit(worker_group):
+                return RunResult(state=WorkerState.HEALTHY)
         elif self._is_told(failure):
             self._seen.add(failure.way)
             ordered = failure.host == self._rdzv.host and failure.kind in ORDERED_KINDS
@@ -381,13 +382,16 @@ class ResilientAgent(LocalElasticAgent):
             poller.poll(self._interval_s * 1000)
         self._rdzv.clear_changed()
 
-    def _broadcast_exit(self, worker_group: WorkerGroup) -> None:
-        """Announce a failed local worker to every host before torch's agent takes its time to stop its siblings."""
+    def _broadcast_exit(self, worker_group: WorkerGroup) -> bool:
+        """Announce a failed local worker to every host before torch's agent takes its time to stop its siblings.
+
+        Return whether torch's agent has something to see, and nothing that was not announced.
+        """
         if not isinstance(self._pcontext, SubprocessContext):
-            return
+            return True
         handlers = self._pcontext.subprocess_handlers.items()
-        exited = [(exitcode, local_rank) for local_rank, handler in handlers if (exitcode := handler.proc.poll())]
-        if exited:
+        exits = [(handler.proc.poll(), local_rank) for local_rank, handler in handlers]
+        if exited := [(exitcode, local_rank) for exitcode, local_rank in exits if exitcode]:
             # One that a signal killed comes first: the others may have failed because of it.
             exitcode, local_rank = min(exited)
             error_file = self._pcontext.error_files[local_rank]
@@ -400,6 +404,7 @@ class ResilientAgent(LocalElasticAgent):
                 log.warning("pid %d %s; restarting workers", line.process.pid, what)
             else:
                 self._kept.fail(line)
+        return bool(exited) or all(exitcode is not None for exitcode, _ in exits)
 
     def _announce(self, worker_group: WorkerGroup, local_rank: int, exitcode: int, what: str) -> bool:
         """Break the generation for every host because of a worker of this one; return whether memory can undo that."""

@@ -437,7 +437,7 @@ def test_a_daemon_of_another_version_with_the_same_formats(patient: Patient, mon
     Path(settings.address()).touch()
     answer = {"pid": 7, "formats": FORMATS, "jobs": [{"run_id": "r", "host": "a", "launcher_pid": 8}]}
     monkeypatch.setattr(run, "ask_daemon", lambda *_, **__: answer)
-    (check,) = run.run_checks(RunPlan(settings=settings))
+    (check,) = run.run_checks(RunPlan(settings=settings, environ={}))
     *_, last = check.look()
     assert last.found == "the daemon tells no 'own_ranks' of run r: it is of another resilient-run"
     assert "kill 7, between runs" in last.remedy
