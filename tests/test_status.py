@@ -1,5 +1,6 @@
 """What `resilientctl status` tells of a job beside its slots."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,13 +26,14 @@ def test_a_standby_and_a_member() -> None:
     assert "no launcher, generation 1, ranks [] of 2, committed nothing" in text(own_ranks=[], launcher_pid=None)
 
 
-def test_a_daemon_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = {"pid": 7, "used_bytes": 0, "limit_bytes": 1 << 30, "jobs": [{"run_id": "r", "host": "a"}]}
     monkeypatch.setattr("resilient_run.daemon.ctl.status.ask", lambda *_: answer)
-    done = CliRunner().invoke(status, obj=Settings())
+    settings = Settings(run_dir=tmp_path, shm_dir=tmp_path)
+    done = CliRunner().invoke(status, obj=settings)
     assert done.exit_code == 1
     assert "the daemon (pid 7) tells no 'slots': it is of another resilient-run" in done.stderr
-    assert CliRunner().invoke(status, ["--json"], obj=Settings()).exit_code == 0
+    assert CliRunner().invoke(status, ["--json"], obj=settings).exit_code == 0
 
 
 def test_what_an_earlier_daemon_left() -> None:
