@@ -125,6 +125,7 @@ def test_output_of_a_worker_that_stays_goes_to_the_files_of_each_life(
     run.gate.open(8)
     committed([host], 1)
     said = re.compile(r'\[default(\d)\]:.*"pid": (\d+), "started_at": (\d+)')
+    wait_until(lambda: len(said.findall(host.output)) == 2, timeout_s=60, what="a line of each rank", host=host)
     before = {rank: int(pid) for rank, pid, _ in said.findall(host.output)}
     kill(before["1"])
     run.gate.open(STEPS)
