@@ -120,6 +120,8 @@ def next_round(
         not gone or any(seat.session == view.members[seat.host].session for seat in before if seat.host in ready)
     ):
         last_call_s = min(last_call_s, LATER_LAST_CALL_S)
+    if elastic_s is not None and gone:
+        last_call_s = 0.0  # SECONDS of --rr-elastic have been waited; who comes later makes the run grow
     if since_arrival_s < last_call_s:
         reason = f"{len(ready)} hosts are ready; last call for up to {max_nodes}{missing}"
         return FormingDecision(members=None, reason=reason, wait_s=last_call_s - since_arrival_s)
