@@ -100,6 +100,10 @@ def test_a_long_run_keeps_few_events_and_all_sums(tmp_path: Path, monkeypatch: p
         slowest_s = sum(failure.phases_s[phase] for failure in ledger.failures)
         assert found["phases_s"][phase] == pytest.approx(slowest_s, rel=1e-12)
     assert recoveries.describe(None)["effective_ratio"] is None
+    recoveries.see("d", event(**{**told[0], "host": "d"}))
+    found.pop("period_s")
+    late = recoveries.describe(0.5)
+    assert {name: late[name] for name in found} == found, "it was added up without this host"
 
 
 def test_the_slowest_host_is_what_a_failure_costs(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The etcd-v3 rendezvous on a real etcd: handlers in threads, and in processes where they get killed."""
 
 import asyncio
+import gc
 import json
 import os
 import select
@@ -400,6 +401,49 @@ def test_elastic_run_waits_for_a_host_that_is_slow_to_stop_its_workers(launchers
     joining |= launchers.join("c")
     assert {future.result(WAIT_S).world_size for future in joining.values()} == {3}
     assert {handler.generation for handler in launchers.handlers.values()} == {2}
+
+
+def test_round_without_a_silent_host_is_not_formed_once_that_gives_a_sign(launchers: Launchers) -> None:
+    """Also not by a launcher that stood still itself, and has not seen the sign."""
+    elastic(launchers, "a")
+    handler = launchers.handlers["a"]
+    process = launchers.launch("c", (1, 3), lease_ttl="600", last_call_timeout="1", elastic="0")
+    joining = launchers.join("a")
+    wait_until(lambda: launchers.members() == {"a", "c"})
+    assert place(process)[::2] == (1, 2)
+    joining["a"].result(WAIT_S)
+    process.send_signal(signal.SIGSTOP)
+    handler.report_failure(kind="worker_exit", message="a collective failed", exitcode=1)
+    wait_until(lambda: "c" not in handler.view.members)
+    view = handler.view
+    assert view.round is not None
+    alone = tuple(seat for seat in view.round.seats if seat.host == "a")
+    process.send_signal(signal.SIGCONT)
+    wait_until(lambda: "c" in handler.view.members)
+    assert not handler._link.request(lambda: handler._link.membership.form(view, alone), time.monotonic() + WAIT_S)
+    again = launchers.join("a")
+    assert place(process)[::2] == (2, 2)
+    assert again["a"].result(WAIT_S).world_size == 2
+
+
+def test_launcher_gives_no_sign_before_it_is_in_the_run(
+    launchers: Launchers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is started again where etcd still has the dead one."""
+    elastic(launchers, "a")
+    process = launchers.launch("c", (1, 3), lease_ttl="600", last_call_timeout="1", elastic="0")
+    joining = launchers.join("a")
+    assert place(process)[::2] == (1, 2)
+    joining["a"].result(WAIT_S)
+    process.kill()
+    process.wait()
+    launchers.handlers["a"].report_failure(kind="worker_exit", message="a collective failed", exitcode=1)
+    again = launchers.make("c", (1, 3), lease_ttl="600")
+    again.describe(1, "default", elastic_s=0.0)
+    time.sleep(2 * membership._SIGN_S)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    assert {info.world_size for info in launchers.joined("ca").values()} == {2}
 
 
 def test_generation_that_is_over_does_not_break(launchers: Launchers) -> None:

@@ -9,6 +9,7 @@ anew: no name comes twice.
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Self
 
 from resilient_run.ckpt.format.pair import Pair, pair_value
@@ -102,14 +103,23 @@ class Life:
         return self.guard if round_revision is None else {**self.guard, keys.ROUND: round_revision}
 
     def form(
-        self, formed: Round, before: Round | None, watermark_revision: int, failure: Failure | None
+        self,
+        formed: Round,
+        before: Round | None,
+        watermark_revision: int,
+        failure: Failure | None,
+        silent: Mapping[str, int] = MappingProxyType({}),
     ) -> Transaction:
-        """Form a round after `before`, with what is committed; `failure` is why that broke, if its key is to change."""
+        """Form a round after `before`, with what is committed.
+
+        `failure` is why that broke, if its key is to change; keys of `silent` must be as at these revisions.
+        """
         # Whoever is in the new round has seen why the one before broke; nobody asks about those before it.
         stale = formed.generation - 2
         return Transaction(
             guards={
                 **self.guard,
+                **silent,
                 keys.ROUND: 0 if before is None else before.revision,
                 keys.WATERMARK: watermark_revision,
             },

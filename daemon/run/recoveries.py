@@ -22,7 +22,7 @@ class Recoveries:
     """What each generation cost that recovered a failure; each of its hosts tells when its own ranks are back."""
 
     def __init__(self) -> None:
-        self._since_s = time.time()
+        self._since_s = self._unknown_s = time.time()
         self._events: dict[int, dict[str, Recovery]] = {}
         self._older: FailureCost | None = None
         self._kinds = Counter[str]()
@@ -35,7 +35,8 @@ class Recoveries:
             DaemonError: The value is none.
         """
         event = Recovery.parse(value, key)
-        if event.generation in self._events or event.unix_s - event.total_s >= self._since_s:
+        # By time, not by generation: another life of the run counts from 1 again.
+        if event.generation in self._events or event.unix_s - event.total_s >= self._unknown_s:
             self._events.setdefault(event.generation, {})[event.host] = event
             if len(self._events) > _SHOWN:
                 self._add_up(self._events.pop(next(iter(self._events))).values())
@@ -57,8 +58,9 @@ class Recoveries:
         return {**told, **newest, "kinds": kinds, "phases_s": phases_s}
 
     def _add_up(self, events: Collection[Recovery]) -> None:
-        """Let the sums have a failure of which no host tells any more."""
+        """Let the sums have a failure; a host that tells of it only now is too late."""
         cost, older = FailureCost.of(events), self._older
+        self._unknown_s = max(self._unknown_s, min(event.unix_s for event in events))
         self._kinds[cost.kind] += 1
         _add_phases(self._phases_s, events)
         if older is not None:

@@ -76,7 +76,8 @@ class Membership:
         self._member = member
         self._key = self._prefix + keys.MEMBERS(member.host)
         self._on_change = on_change
-        self._view = View(members={}, stores={}, failures={}, done=frozenset())
+        self._keys = rendezvous_mirror()
+        self._view = View.of(self._keys)
         self._closing: Closed | None = None
         self._over: Closed | None = None
         self._ended: Life | None = None
@@ -186,7 +187,9 @@ class Membership:
             await asyncio.sleep(_POLL_S)
 
     async def form(self, view: View, members: tuple[Seat, ...]) -> bool:
-        """Form the generation after that of `view`, unless someone was first, or watermark, end or another run came.
+        """Form the generation after that of `view`.
+
+        Unless someone was first, whoever is left out gives a sign after all, or watermark, end or another run came.
 
         Raises:
             RendezvousStateError: The watermark, or what stays beside it, is not of its form.
@@ -216,7 +219,7 @@ class Membership:
         if broke is not None and view.round is not None:
             why = broke.explained(view.round.gone(view.members, formed))
         lost = None if why is broke else why
-        return await self._commit(lambda life: life.form(formed, view.round, watermark_revision, lost))
+        return await self._commit(lambda life: life.form(formed, view.round, watermark_revision, lost, view.silent))
 
     async def publish_store(self, generation: int, addr: str, port: int) -> None:
         """Publish the address of the generation's store."""
@@ -266,10 +269,9 @@ class Membership:
             await self._etcd.close()
 
     async def _mirror(self, loaded: asyncio.Event) -> None:
-        mirror = rendezvous_mirror()
         async with aclosing(self._etcd.changes(self._prefix + keys.RENDEZVOUS)) as states:
             async for changes in states:
-                view = View.of(mirror.apply(self._named(changes)))
+                view = View.of(self._keys.apply(self._named(changes)))
                 if self._looking_again is not None:
                     self._looking_again.cancel()
                 self._see(view)
@@ -307,19 +309,19 @@ class Membership:
         if self._broken[0] != generation:
             self._broken = generation, now_s
         broken_s = now_s - self._broken[1]
-        if own in silent and self._member.ready <= generation and broken_s >= _SIGN_S:
+        if self._life is not None and own in silent and self._member.ready <= generation and broken_s >= _SIGN_S:
             self._member = replace(self._member, ready=generation)
-            self._start(self._give_sign(), self._tasks)
+            self._start(self._give_sign(self._life), self._tasks)
         if left_s := [at_s - broken_s for at_s in (_SIGN_S, _SILENT_S) if at_s > broken_s]:
             self._looking_again = self._start(self._look_again(view, left_s[0]), self._tasks)
         elif not in_doubt:
-            kept = {host: member for host, member in view.members.items() if host == own or host not in silent}
-            self._view = replace(view, members=kept)
+            left_out = {key: self._keys.revisions[key] for host in silent if host != own and (key := keys.MEMBERS(host))}
+            kept = {host: member for host, member in view.members.items() if keys.MEMBERS(host) not in left_out}
+            self._view = replace(view, members=kept, silent=left_out)
 
-    async def _give_sign(self) -> None:
-        assert self._life is not None, "it has a seat"
+    async def _give_sign(self, life: Life) -> None:
         with suppress(EtcdError, RendezvousStateError):  # they will not see it
-            await self._write(self._life)
+            await self._write(life)
 
     def _doubt_s(self) -> float:
         """Return for how long the absence of other launchers still says nothing, because etcd was away from here."""

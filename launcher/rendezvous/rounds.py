@@ -21,7 +21,8 @@ from resilient_run.daemon.run.rounds import Member, Round, Seat, allowed
 class View:
     """Everything below a run's `rdzv/` at one moment.
 
-    `committed` is the number of ranks that what is committed was made by, None while nothing is.
+    `committed` is the number of ranks that what is committed was made by, None while nothing is. `silent` has the keys
+    of members that are left out because they give no sign, and the revisions of these keys.
     """
 
     members: Mapping[str, Member]
@@ -34,6 +35,7 @@ class View:
     committed: int | None = None
     quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
     recovered: Mapping[tuple[int, str], Recovery] = field(default_factory=dict)
+    silent: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def generation(self) -> int:
