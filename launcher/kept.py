@@ -30,6 +30,7 @@ class KeptWorkers:
         self._starter = starter
         self._limit_s = limit_s
         self._keeps = False
+        self._ends_until_s = 0.0  # that one which has an error of its own
 
     @contextmanager
     def while_closing(self, *, keep: bool) -> Iterator[None]:
@@ -48,16 +49,20 @@ class KeptWorkers:
     def answer(self) -> Line | None:
         """Let one fail whose function raised while nothing else did, in a generation that is not broken.
 
-        Return one whose error may have come from another worker, of which nobody has told.
+        Return one whose error may have come from another worker, of which nobody has told. While one here ends with an
+        error of its own, the others' are likely to come from that, and are not told of.
         """
         self._listen()
-        for line in self._starter.lines.values():
-            waited_s = time.monotonic() - line.out_s
-            if line.state == OUT and line.peers and waited_s > _PEERS_ERROR_S:
-                return line
-            if line.state == OUT and not line.peers and waited_s > _OWN_ERROR_S:
+        now_s = time.monotonic()
+        out = [line for line in self._starter.lines.values() if line.state == OUT]
+        own = [line for line in out if not line.peers]
+        for line in own:
+            if now_s - line.out_s > _OWN_ERROR_S:
+                self._ends_until_s = now_s + self._limit_s
                 self.fail(line)
-        return None
+        if own or now_s < self._ends_until_s:
+            return None
+        return next((line for line in out if now_s - line.out_s > _PEERS_ERROR_S), None)
 
     def fail(self, line: Line) -> None:
         """Let a worker whose function raised end with its error."""
@@ -79,6 +84,7 @@ class KeptWorkers:
         adopts it for its trainer, and waits for ever.
         """
         grace_s = self._limit_s if timeout is None else timeout
+        self._ends_until_s = 0.0
         if not isinstance(context, SubprocessContext):
             close(death_sig, grace_s)
             return

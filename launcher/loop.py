@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 import queue
 import socket
@@ -11,10 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar, Final, Self, TypeVar
 
+from resilient_run.ckpt.errors import StoppedError
 from resilient_run.ckpt.reentry import begin_again, let_go, stop
 from resilient_run.ckpt.uncaught import is_final
 
 from .workers.line import INSIDE, LEFT, OUT, READY, become, worker_end
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -65,6 +69,10 @@ def loop(train: Callable[[], T]) -> T:
             except Exception as error:
                 if is_final(error) or not line.is_stopped(error):
                     raise
+                if not may_be_others(error):
+                    log.warning(
+                        "another worker failed, too, so train() is called again; here it raised:", exc_info=True
+                    )
             # The error is gone, and with it its frames and what `train` had made.
             let_go()
             line.go_on()
@@ -74,7 +82,7 @@ def loop(train: Callable[[], T]) -> T:
 def may_be_others(error: BaseException | None) -> bool:
     """Tell whether an error, or what it came from, looks as those of collectives do when a peer is gone."""
     while error is not None:
-        if any(each.__module__ == "torch.distributed" for each in type(error).__mro__):
+        if any(each is StoppedError or each.__module__ == "torch.distributed" for each in type(error).__mro__):
             return True
         if isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in _OF_OTHERS):
             return True

@@ -4,7 +4,8 @@ Usage: loop_trainer.py GATE STEPS [WAY]; the file GATE has the number of steps t
 are set to None at the end: those of a step that did not come to its end must not be part of the next one.
 
 The WAY says what happens besides: "ddp" and "fsdp" wrap the model; "raise" lets rank 0 raise an error of its own in
-step 10, once; "stuck" lets rank 0 sleep in step 10, once; "restore" kills rank 1 beside a restore, once.
+step 10, once, and "leave" lets it end its process group before, as a `finally` does; "stuck" lets rank 0 sleep in step
+10, once; "restore" kills rank 1 beside a restore, once.
 """
 
 import hashlib
@@ -73,7 +74,9 @@ class Trainer:
                         dist.all_reduce(parameter.grad)
                 optimizer.step()
                 optimizer.zero_grad()
-                if step == EVENT and rank == 0 and self.way == "raise" and self.once("raise"):
+                if step == EVENT and rank == 0 and self.way in {"raise", "leave"} and self.once("raise"):
+                    if self.way == "leave":
+                        dist.destroy_process_group()
                     raise LookupError("an error of this rank's own")
                 if step == EVENT and rank == 0 and self.way == "stuck" and self.once("stuck"):
                     time.sleep(1000)

@@ -119,7 +119,7 @@ def test_survivor_of_five_kills_keeps_its_process(
     assert host.wait() == 0, host.output
     pids = [[line["pid"] for line in host.lines if "pid" in line and line["rank"] == rank] for rank in (0, 1)]
     assert len(pids[0]) == len(pids[1]) == 6, host.output
-    assert len(set(pids[0])) == 1
+    assert len(set(pids[0])) == 1, host.output
     assert len(set(pids[1])) == 6
     assert len(set(map(tuple, kept[1:]))) == 1, f"descriptors and threads grow: {kept}"
     assert_same_training([host], undisturbed(2, way))
@@ -169,10 +169,12 @@ def test_killed_rank_of_two_hosts(
     assert_same_training(hosts, undisturbed(4))
 
 
+@pytest.mark.parametrize("way", ["raise", "leave"])
 def test_error_of_its_own_replaces_a_worker_and_no_other(
-    job: Callable[[str], Job], undisturbed: Callable[..., Host]
+    job: Callable[[str], Job], undisturbed: Callable[..., Host], way: str
 ) -> None:
-    run = job("raise")
+    """Also where the collectives of others raise because of it."""
+    run = job(way)
     host = run.alone(2)
     run.gate.open(STEPS)
     assert host.wait() == 0, host.output
@@ -182,6 +184,19 @@ def test_error_of_its_own_replaces_a_worker_and_no_other(
     pids = [{line["pid"] for line in host.lines if "pid" in line and line["rank"] == rank} for rank in (0, 1)]
     assert [len(each) for each in pids] == [2, 1]
     assert_same_training([host], undisturbed(2))
+
+
+def test_error_of_its_own_is_shown_where_another_host_was_first(
+    job: Callable[[str], Job], etcd_endpoint: str, undisturbed: Callable[..., Host]
+) -> None:
+    """What other hosts make of it breaks the generation before the launcher knows that it is the worker's own."""
+    run = job("leave")
+    hosts = run.launch("ab", etcd_endpoint, "2")
+    run.gate.open(STEPS)
+    for host in hosts:
+        assert host.wait() == 0, host.output
+    assert sum(host.output.count("LookupError: an error of this rank's own") for host in hosts) == 1
+    assert_same_training(hosts, undisturbed(2))
 
 
 def test_error_before_anything_is_committed_ends_the_run(tmp_path: Path) -> None:
@@ -263,7 +278,7 @@ def test_hosts_that_go_and_come_leave_the_others_their_processes(job: Callable[[
     run.gate.open(STEPS)
     for host in (first, third):
         assert host.wait() == 0, host.output
-    assert {line["pid"] for line in first.lines if "pid" in line} == {pid}
+    assert {line["pid"] for line in first.lines if "pid" in line} == {pid}, first.output
     assert {line["step"] for line in first.lines if "step" in line} == set(range(1, STEPS + 1))
 
 

@@ -426,9 +426,7 @@ def test_round_without_a_silent_host_is_not_formed_once_that_gives_a_sign(launch
     assert again["a"].result(WAIT_S).world_size == 2
 
 
-def test_launcher_gives_no_sign_before_it_is_in_the_run(
-    launchers: Launchers, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_launcher_gives_no_sign_before_it_is_in_the_run(launchers: Launchers, caplog: pytest.LogCaptureFixture) -> None:
     """One that is started again where etcd still has the dead one."""
     elastic(launchers, "a")
     process = launchers.launch("c", (1, 3), lease_ttl="600", last_call_timeout="1", elastic="0")

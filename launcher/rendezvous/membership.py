@@ -303,7 +303,7 @@ class Membership:
         await asyncio.sleep(after_s)
         self._see(view)
 
-    def _heed_break(self, view: View, silent: list[str], *, in_doubt: bool) -> None:
+    def _heed_break(self, view: View, silent: set[str], *, in_doubt: bool) -> None:
         """Show that this launcher knows of the break, and leave those out of the view that do not in time."""
         now_s, generation, own = asyncio.get_running_loop().time(), view.generation, self._member.host
         if self._broken[0] != generation:
@@ -315,8 +315,9 @@ class Membership:
         if left_s := [at_s - broken_s for at_s in (_SIGN_S, _SILENT_S) if at_s > broken_s]:
             self._looking_again = self._start(self._look_again(view, left_s[0]), self._tasks)
         elif not in_doubt:
-            left_out = {key: self._keys.revisions[key] for host in silent if host != own and (key := keys.MEMBERS(host))}
-            kept = {host: member for host, member in view.members.items() if keys.MEMBERS(host) not in left_out}
+            gone = silent - {own}
+            left_out = {keys.MEMBERS(host): self._keys.revisions[keys.MEMBERS(host)] for host in gone}
+            kept = {host: member for host, member in view.members.items() if host not in gone}
             self._view = replace(view, members=kept, silent=left_out)
 
     async def _give_sign(self, life: Life) -> None:

@@ -165,12 +165,12 @@ def broken(view: View, generation: int) -> Failure | None:
     return None
 
 
-def unaware(view: View) -> list[str]:
+def unaware(view: View) -> set[str]:
     """Return the hosts of an elastic run's round, which is broken, whose launchers give no sign that they know."""
     if view.elastic_s is None or view.round is None or view.round.generation not in view.failures:
-        return []
+        return set()
     seats, generation = view.round.seats, view.round.generation
-    return [seat.host for seat in seats if (member := view.members.get(seat.host)) and member.ready < generation]
+    return {seat.host for seat in seats if (member := view.members.get(seat.host)) and member.ready < generation}
 
 
 def newcomers(view: View, max_nodes: int, now_unix_s: float) -> list[str]:
