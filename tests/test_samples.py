@@ -126,6 +126,26 @@ def test_an_epoch_at_its_end_is_over_for_others_too() -> None:
         assert len(read(shard)[1]) == 20, "the next epoch"
 
 
+@pytest.mark.parametrize("second", [1, 3])
+def test_an_epoch_at_its_end_is_over_after_a_restart_too(second: int) -> None:
+    """In as many ranks, though others had begun it; Accelerate knows the end with the last batch."""
+    make = prepared({})
+    begun = [make(rank, 2) for rank in range(2)]
+    held = [read(shard, 1)[0] for _, shard in begun]
+    middle = changed(make, {rank: place.state_dict() for rank, (place, _) in enumerate(begun)}, second)
+    states = {}
+    for rank, (place, shard) in enumerate(middle):
+        for _ in (iterator := iter(shard)):
+            states[rank] = place.state_dict()
+        held.append(iterator)
+    restarted = [make(rank, second) for rank in range(second)]
+    for rank, (place, _) in enumerate(restarted):
+        place.load_state_dict(states[rank])
+    assert [read(shard)[1] for _, shard in restarted] == [[]] * second
+    given = [sample for _, shard in restarted for sample in read(shard)[1]]
+    assert set(given) == set(range(SAMPLES))
+
+
 def test_another_order_is_refused() -> None:
     make, other = prepared({"use_seedable_sampler": True}), prepared({"use_seedable_sampler": True}, batch_size=3)
     begun = [make(rank, 2) for rank in range(2)]

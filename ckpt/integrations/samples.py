@@ -115,7 +115,7 @@ def rest(loader: Any, at: Mapping[str, Any], share: Share) -> Any:
                     f"of this epoch again that rank {rank} of {ranks} had: give the sampler the same seed, call "
                     "set_epoch() before the loop, and let the batch size be as it was"
                 )
-    return [] if at["finished"] else list(dealing.deal(order, at["skipped"], share))
+    return [] if _is_over(at) else list(dealing.deal(order, at["skipped"], share))
 
 
 def batches_in_epoch(loader: Any, at: Mapping[str, Any], share: Share) -> int:
@@ -124,7 +124,7 @@ def batches_in_epoch(loader: Any, at: Mapping[str, Any], share: Share) -> int:
     sampler = dealing.sampler
     sized: Any = sampler.dataset if type(sampler) is DistributedSampler else sampler
     order = range(len(sized))
-    left = [] if at.get("finished") else dealing.deal(order, at["skipped"], share)
+    left = [] if _is_over(at) else dealing.deal(order, at["skipped"], share)
     return int(at.get("given", 0)) + sum(1 for _ in left)
 
 
@@ -214,6 +214,11 @@ def _dealing(loader: Any, share: Share) -> _Dealing:
         raise _unknown(loader)
     trims = batches.drop_last if len(share) > 2 else sampler.drop_last
     return _Dealing(sampler, batches.batch_size, trims, batches.drop_last)
+
+
+def _is_over(at: Mapping[str, Any]) -> bool:
+    """Tell whether the epoch had come to its end before the number of ranks changed."""
+    return at.get("finished", False) and not at["drawn"]
 
 
 def _is_shard(batches: Any) -> bool:

@@ -37,18 +37,24 @@ class Samples(Dataset[dict[str, Any]]):
 class Net(nn.Module):
     """Notes the numbers that it is trained with."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).to(dtype)
+        self.dtype = dtype
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.training:
             noted.append(number.tolist())
-        return {"loss": nn.functional.mse_loss(self.net(x), labels)}
+        return {"loss": nn.functional.mse_loss(self.net(x.to(self.dtype)), labels.to(self.dtype))}
 
 
 noted: list[list[int]] = []
+
+
+def dtype_of(kind: str) -> torch.dtype:
+    """Return the precision of a model; ZeRO's own state is float32, as are the norms of FSDP1's gradients."""
+    return torch.float32 if kind in {"fsdp1", "zero2", "zero3"} else torch.float64
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -110,27 +116,42 @@ def audit(gate: Path) -> None:
     Checkpointer.step, Checkpointer.restore = step, restored  # type: ignore[method-assign]
 
 
+def zero_config(kind: str) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of a ZeRO stage, in the precision of the replay."""
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": accumulated(),
+        "gradient_clipping": 0.0,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0},
+    }
+
+
 def accelerate(kind: str, _directory: str) -> nn.Module:
-    if kind != "ddp":
+    if kind.startswith("fsdp"):
         import on_cpu
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
     from accelerate.utils import set_seed
 
     from resilient_run.integrations.accelerate import AcceleratorCheckpointer
 
     set_seed(0)
-    if kind.startswith("fsdp"):
+    if kind.startswith("zero"):
+        plugin = DeepSpeedPlugin(hf_ds_config=zero_config(kind))
+        accelerator = Accelerator(gradient_accumulation_steps=accumulated(), deepspeed_plugin=plugin)
+    elif kind.startswith("fsdp"):
         # Accelerate gives no optimizer flat parameters.
         kept = {"use_orig_params": True} if kind == "fsdp1" else {}
         plugin = FullyShardedDataParallelPlugin(fsdp_version=int(kind[-1]), auto_wrap_policy="no_wrap", **kept)
         accelerator = Accelerator(gradient_accumulation_steps=accumulated(), fsdp_plugin=plugin)
     else:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated())
-    model = Net()
+    model = Net(dtype_of(kind))
     model, optimizer, loader, other = accelerator.prepare(
         model, optimizer_of(model), DataLoader(Samples(), BATCH, shuffle=True), DataLoader(Samples(), 4)
     )
-    if kind != "ddp":
+    if kind.startswith("fsdp"):
         on_cpu.scale_no_sums(model)
     checkpointer = AcceleratorCheckpointer(accelerator)
     checkpointer.restore()
@@ -148,7 +169,7 @@ def accelerate(kind: str, _directory: str) -> nn.Module:
 
 
 def transformers(kind: str, directory: str) -> nn.Module:
-    if kind != "ddp":
+    if kind.startswith("fsdp"):
         import on_cpu
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -156,7 +177,7 @@ def transformers(kind: str, directory: str) -> nn.Module:
 
     class Watches(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-            if kind != "ddp":
+            if kind.startswith("fsdp"):
                 on_cpu.scale_no_sums(model)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, optimizer: Any = None, **__: Any) -> None:
@@ -164,7 +185,11 @@ def transformers(kind: str, directory: str) -> nn.Module:
 
     how: dict[str, Any] = {"use_cpu": True}
     if kind.startswith("fsdp"):
-        how = {"fsdp": True, "fsdp_config": {"version": int(kind[-1])}}
+        # FSDP1 of Trainer sends the parameters to the other ranks over a GPU only.
+        kept = {"use_orig_params": True, "sync_module_states": False} if kind == "fsdp1" else {}
+        how = {"fsdp": True, "fsdp_config": {"version": int(kind[-1]), **kept}}
+    elif kind.startswith("zero"):
+        how["deepspeed"] = zero_config(kind)
     arguments = TrainingArguments(
         output_dir=directory,
         num_train_epochs=EPOCHS,
@@ -183,7 +208,7 @@ def transformers(kind: str, directory: str) -> nn.Module:
         **how,
     )
     trainer = Trainer(
-        model=Net(),
+        model=Net(dtype_of(kind)),
         args=arguments,
         train_dataset=Samples(),
         eval_dataset=Samples(),
@@ -247,6 +272,11 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
     """Return all of each parameter."""
     if isinstance(model, FullyShardedDataParallel):
         return list(model.state_dict().values())
+    if any(hasattr(each, "ds_id") for each in model.parameters()):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return [each.detach().clone() for each in model.parameters()]
     return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
 
 
