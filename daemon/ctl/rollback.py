@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import aclosing
+from typing import NoReturn
 
 import click
 
@@ -127,7 +128,7 @@ class _Rollback:
         if pair is None:
             if not is_known and self._step in {older.step for older in round_.older}:
                 return None
-            raise self._not_at_hand(watermark, in_memory)
+            self._refuse(watermark, in_memory)
         # No capture of this generation is one that comes next: none is committed over what is restored.
         puts = {
             keys.FAILURES(generation): self._failure(round_).to_value(),
@@ -155,10 +156,10 @@ class _Rollback:
         pairs = (*self._mirror.get(keys.PERSISTED, ()), *in_memory, watermark)
         return max((pair for pair in pairs if pair is not None and pair.step == self._step), default=None)
 
-    def _not_at_hand(self, watermark: Pair | None, in_memory: tuple[Pair, ...]) -> DaemonError:
+    def _refuse(self, watermark: Pair | None, in_memory: tuple[Pair, ...]) -> NoReturn:
         persisted: tuple[Pair, ...] = self._mirror.get(keys.PERSISTED, ())
         memory = () if watermark is None else (*in_memory, watermark)
-        return DaemonError(
+        raise DaemonError(
             f"step {self._step} is not at hand; these are: {_steps(*memory)} in memory, {_steps(*persisted)} in the "
             "persistent tier"
         )
