@@ -4,6 +4,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,52 @@ def test_a_run_goes_back_and_ends_as_if_nothing_had_been(
             assert f"`resilientctl rollback` to step {step}" in host.output
     finally:
         cluster.close()
+
+
+def test_older_steps_in_memory_are_at_hand_again_once_a_generation_commits(
+    hosts: Hosts, etcd_config: EtcdConfig
+) -> None:
+    """Until then nobody knows whether all hosts still have them: an order waits, and changes nothing."""
+    answers = list[tuple[int, str]]()
+
+    def order(step: int, *options: str) -> tuple[int, str]:
+        return rollback(
+            hosts.run_id, etcd_config.endpoints[0], step, "--target", hosts.policy["persist"]["target"], *options
+        )
+
+    def put(values: Mapping[str, Any], *deleted: str) -> None:
+        puts = {hosts.prefix + key: value for key, value in values.items()}
+        hosts.etcd(lambda etcd: etcd.commit({}, puts, [hosts.prefix + key for key in deleted]))
+
+    def broken() -> Any:
+        return hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}rdzv/failure/2"))
+
+    seats = [{"host": name, "session": "s", "nproc": 1} for name in "ab"]
+    restored, older = {"generation": 1, "step": 9}, [[1, 5], [1, 7]]
+    put(
+        {
+            "rdzv/job": {"incarnation": "i", "min_nodes": 1, "max_nodes": 2, "token": "t"},
+            "rdzv/round": {"generation": 2, "members": seats, "restore": restored, "older": older},
+            "state/watermark": restored,
+            "state/watermark/older": {"pairs": older},
+        }
+    )
+    for told, message in (
+        (order(5, "--timeout", "1"), "has committed nothing"),
+        (order(6), "step 6 is not at hand; these are: 9 in memory"),
+    ):
+        assert (told[0], broken()) == (1, None)
+        assert message in told[1]
+    waiting = threading.Thread(target=lambda: answers.append(order(5)), daemon=True)
+    waiting.start()
+    # A replica of step 7 was lost.
+    put({"state/watermark": {"generation": 2, "step": 10}, "state/watermark/older": {"pairs": [[1, 5], [1, 9]]}})
+    wait_until(broken, timeout_s=30, what="the order")
+    assert hosts.watermark() == (1, 5)
+    put({}, "rdzv/round")
+    waiting.join(30)
+    assert [code for code, _ in answers] == [1]
+    assert "etcd has no running run" in answers[0][1]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import aclosing
+from typing import NoReturn
 
 import click
 
@@ -124,6 +125,10 @@ class _Rollback:
         is_known = watermark is not None and watermark.generation == generation
         in_memory: tuple[Pair, ...] = seen.get(keys.OLDER, ()) if is_known else ()
         pair = self._chosen(watermark, in_memory)
+        if pair is None:
+            if not is_known and self._step in {older.step for older in round_.older}:
+                return None
+            self._refuse(watermark, in_memory)
         # No capture of this generation is one that comes next: none is committed over what is restored.
         puts = {
             keys.FAILURES(generation): self._failure(round_).to_value(),
@@ -146,16 +151,13 @@ class _Rollback:
         done = await etcd.commit(*change.below(self._prefix))
         return generation if done else None
 
-    def _chosen(self, watermark: Pair | None, in_memory: tuple[Pair, ...]) -> Pair:
-        """Return the newest pair of the step that every rank can restore.
+    def _chosen(self, watermark: Pair | None, in_memory: tuple[Pair, ...]) -> Pair | None:
+        """Return the newest pair of the step that every rank can restore, None without one."""
+        pairs = (*self._mirror.get(keys.PERSISTED, ()), *in_memory, watermark)
+        return max((pair for pair in pairs if pair is not None and pair.step == self._step), default=None)
 
-        Raises:
-            DaemonError: There is none; says which there are.
-        """
+    def _refuse(self, watermark: Pair | None, in_memory: tuple[Pair, ...]) -> NoReturn:
         persisted: tuple[Pair, ...] = self._mirror.get(keys.PERSISTED, ())
-        at_hand = [pair for pair in (*persisted, *in_memory, watermark) if pair is not None and pair[1] == self._step]
-        if at_hand:
-            return max(at_hand)
         memory = () if watermark is None else (*in_memory, watermark)
         raise DaemonError(
             f"step {self._step} is not at hand; these are: {_steps(*memory)} in memory, {_steps(*persisted)} in the "
