@@ -4,11 +4,12 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from .workers.line import INSIDE, OUT, READY, Line
 from .workers.warm import WorkerStarter
@@ -30,6 +31,7 @@ class KeptWorkers:
         self._starter = starter
         self._limit_s = limit_s
         self._keeps = False
+        self._failing: list[Line] = []
         self._ends_until_s = 0.0  # that one which has an error of its own
 
     @contextmanager
@@ -68,6 +70,7 @@ class KeptWorkers:
         """Let a worker whose function raised end with its error."""
         line.state = ""
         line.tell({"raise": True})
+        self._failing.append(line)
 
     def close(
         self,
@@ -88,22 +91,25 @@ class KeptWorkers:
         if not isinstance(context, SubprocessContext):
             close(death_sig, grace_s)
             return
+        handlers = context.subprocess_handlers
+        # First: as long as their copies of its sockets are open, nobody who waits for the failed worker comes out.
+        _end_groups(handlers, groups)
         if self._keeps:
             self._gather(context)
         else:
             self._starter.ready.clear()
+            self._listen()
+            for line in self._starter.lines.values():
+                if line.state in {OUT, READY}:
+                    self.fail(line)
+        self._let_show()
         kept = {line.process.pid for line in self._starter.ready.values()}
-        handlers = context.subprocess_handlers
         context.subprocess_handlers = {rank: each for rank, each in handlers.items() if each.proc.pid not in kept}
         try:
             close(death_sig, grace_s)
         finally:
             context.subprocess_handlers = handlers
-        for handler in handlers.values():
-            if handler.proc.returncode and handler.proc.pid in groups:
-                groups.remove(handler.proc.pid)
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(handler.proc.pid, signal.SIGKILL)
+        _end_groups(handlers, groups)
 
     def end(self) -> None:
         """End those that were to be kept: nothing would bring their state back to what a new process has."""
@@ -112,6 +118,13 @@ class KeptWorkers:
                 os.killpg(line.process.pid, signal.SIGKILL)
             line.process.wait()
         self._starter.ready.clear()
+
+    def _let_show(self) -> None:
+        """Let those end that end with an error, before they are ended: it may be why the run is given up."""
+        deadline = time.monotonic() + self._limit_s
+        while any(each.process.poll() is None for each in self._failing) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        self._failing.clear()
 
     def _gather(self, context: SubprocessContext) -> None:
         """Tell the workers of `context` that the generation is broken, and wait for those that are in a loop."""
@@ -141,3 +154,12 @@ class KeptWorkers:
                 line.state = ""
                 line.end.close()
                 del self._starter.lines[pid]
+
+
+def _end_groups(handlers: Mapping[int, SubprocessHandler], groups: set[int]) -> None:
+    """End what failed workers left in their process groups; `groups` has those that it has not ended before."""
+    for handler in handlers.values():
+        if handler.proc.poll() and handler.proc.pid in groups:
+            groups.remove(handler.proc.pid)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(handler.proc.pid, signal.SIGKILL)

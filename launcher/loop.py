@@ -8,6 +8,7 @@ import queue
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar, Final, Self, TypeVar
@@ -24,8 +25,8 @@ T = TypeVar("T")
 
 _MAX_PACKET_BYTES: Final = 1 << 17
 _MAX_TEXT: Final = 300
-_OF_OTHERS: Final = ("gloo", "NCCL", "process group", "by peer", "Broken pipe")
-"""What errors of collectives say, whose class is often RuntimeError alone."""
+_OF_OTHERS: Final = ("gloo/", "NCCL")
+"""What errors of collectives say whose class is RuntimeError alone: Gloo's begin with the file of its source."""
 
 
 def loop(train: Callable[[], T]) -> T:
@@ -51,12 +52,14 @@ def loop(train: Callable[[], T]) -> T:
     `train` must make all that belongs to one generation of the run: process groups, DDP and FSDP, gradient hooks, the
     `Checkpointer`, iterators over data; and read `RANK` and the like. Whatever it changes outside itself must be
     registered with the `Checkpointer`, or be set again when it begins. When it is called again, its process groups are
-    gone, registered parameters have no gradients, and the environment is that of the new generation.
+    gone, and the environment is that of the new generation. Registered modules have no gradients, and are in the modes
+    (`training`, `requires_grad`) in which they were restored last. Outside `train` no worker may wait for another one,
+    because those that go on do not come there again.
 
     The process goes on if `train` raises within ``--rr-stop-timeout`` of the failure, and there is a step to restore.
     Collectives raise when a peer is gone, and so does `Checkpointer.step()`. Otherwise a new process takes its place,
-    as without `loop`. An error of its own ends the process as ever, a second later. Outside resilient-run, and
-    with ``--rr-auto``, this is ``train()``.
+    as without `loop`. An error of its own ends the process as ever, a second later. Outside resilient-run, with
+    ``--rr-auto``, and in a second call by the same process, this is ``train()``.
     """
     line = _Line.open()
     if line is None:
@@ -74,6 +77,7 @@ def loop(train: Callable[[], T]) -> T:
                         "another worker failed, too, so train() is called again; here it raised:", exc_info=True
                     )
             # The error is gone, and with it its frames and what `train` had made.
+            line.thaw()
             let_go()
             line.go_on()
             begin_again()
@@ -84,7 +88,7 @@ def may_be_others(error: BaseException | None) -> bool:
     while error is not None:
         if any(each is StoppedError or each.__module__ == "torch.distributed" for each in type(error).__mro__):
             return True
-        if isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in _OF_OTHERS):
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_OTHERS):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -101,11 +105,15 @@ class _Line:
         self._heard = queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None]()
         self._lock = threading.Lock()
         self._is_inside = self._is_used = self._had_frozen = False
+        self._frozen, self._raised = 0, ""
         threading.Thread(target=self._listen, name="resilient-loop", daemon=True).start()
 
     @classmethod
     def open(cls) -> "_Line | None":
-        """Return the line of this process, None where there is none or a `loop` is at work."""
+        """Return the line of this process, None where there is none or in a second `loop`.
+
+        A process that is replaced begins with the first, and would not meet those that go on in another.
+        """
         line = cls._of_process
         if line is None or line._pid != os.getpid():
             end = worker_end(os.environ)
@@ -117,10 +125,10 @@ class _Line:
         # What is there by now is not searched for garbage of `train`: with torch imported that takes 0.2 s.
         self._had_frozen = gc.get_freeze_count() > 0
         gc.freeze()
+        self._frozen = gc.get_freeze_count()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._is_used = False
         if not self._had_frozen:
             gc.unfreeze()
         with self._lock:
@@ -140,9 +148,16 @@ class _Line:
         with self._lock:
             self._is_inside = False
         text = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_TEXT]
-        self._say(OUT, error=text, peers=may_be_others(error))
+        peers = may_be_others(error)
+        self._raised = traceback.format_exc() if peers else ""
+        self._say(OUT, error=text, peers=peers)
         heard = self._heard.get()
         return heard is not None and "stop" in heard[0]
+
+    def thaw(self) -> None:
+        """Let garbage of `train` be found that it has frozen itself, as scripts do before they fork."""
+        if gc.get_freeze_count() > self._frozen:
+            gc.unfreeze()
 
     def go_on(self) -> None:
         """Say that nothing is left of the generation, and become the worker of the next one."""
@@ -154,7 +169,10 @@ class _Line:
             if "streams" in heard[0]:
                 become(*heard)
                 return
-        raise SystemExit(1)  # The launcher is gone, and so will be this process.
+            if "raise" in heard[0]:
+                print(self._raised, file=sys.stderr, end="")
+                break
+        raise SystemExit(1)  # The run is given up, or the launcher is gone.
 
     def _say(self, state: str, **more: object) -> None:
         with suppress(OSError):

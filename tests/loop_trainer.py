@@ -3,11 +3,13 @@
 Usage: loop_trainer.py GATE STEPS [WAY]; the file GATE has the number of steps that may be made. In each step gradients
 are set to None at the end: those of a step that did not come to its end must not be part of the next one.
 
-The WAY says what happens besides: "ddp" and "fsdp" wrap the model; "raise" lets rank 0 raise an error of its own in
-step 10, once, and "leave" lets it end its process group before, as a `finally` does; "stuck" lets rank 0 sleep in step
-10, once; "restore" kills rank 1 beside a restore, once.
+The WAY says what happens besides: "ddp" and "fsdp" wrap the model, and with "ddp" all that is there is frozen, as
+scripts do before they fork; "raise" lets rank 0 raise an error of its own in step 10, once, and "leave" lets it end its
+process group before, as a `finally` does; "stuck" lets rank 0 sleep in step 10, once; "restore" kills rank 1 beside a
+restore, once; "second" trains in the second loop of the process; "loader" has a worker of a DataLoader.
 """
 
+import gc
 import hashlib
 import os
 import signal
@@ -22,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import resilient_run
 from resilient_run import Checkpointer
@@ -56,14 +59,19 @@ class Trainer:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         model = fully_shard(self.made()) if self.way == "fsdp" else self.model
         called = DistributedDataParallel(model) if self.way == "ddp" else model
+        if self.way == "ddp":
+            gc.freeze()
         optimizer = torch.optim.AdamW(model.parameters())
         with Checkpointer(model=model, optimizer=optimizer) as checkpointer:
             if checkpointer.planned_step and rank == 1 and self.way == "restore" and self.once("restore"):
                 os.kill(os.getpid(), signal.SIGKILL)
             start = checkpointer.restore()
             kept = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-            say(rank=rank, pid=os.getpid(), started_at=start, kept=kept, world=world_size)
+            say(rank=rank, pid=os.getpid(), started_at=start, kept=kept, world=world_size, training=model.training)
+            model.eval()  # as where an evaluation does not come to its end
+            numbers = iter(DataLoader(range(1000), num_workers=int(self.way == "loader")))
             for step in range(start + 1, self.steps + 1):
+                next(numbers)
                 while int(self.gate.read_text() or 0) < step:
                     time.sleep(0.01)
                 time.sleep(_PAUSE_S)
@@ -93,6 +101,8 @@ class Trainer:
 
 if __name__ == "__main__":
     trainer = Trainer(Path(sys.argv[1]), int(sys.argv[2]), (*sys.argv, "")[3])
+    if trainer.way == "second":
+        resilient_run.loop(lambda: None)
     rank = resilient_run.loop(trainer.train)
     say(returned=rank)
     os._exit(0)  # a thread of Gloo can abort in Python's own end (docs/api.md)
