@@ -31,7 +31,6 @@ class KeptWorkers:
         self._starter = starter
         self._limit_s = limit_s
         self._keeps = False
-        self._failing: list[Line] = []
         self._ends_until_s = 0.0  # that one which has an error of its own
 
     @contextmanager
@@ -70,7 +69,6 @@ class KeptWorkers:
         """Let a worker whose function raised end with its error."""
         line.state = ""
         line.tell({"raise": True})
-        self._failing.append(line)
 
     def close(
         self,
@@ -98,11 +96,6 @@ class KeptWorkers:
             self._gather(context)
         else:
             self._starter.ready.clear()
-            self._listen()
-            for line in self._starter.lines.values():
-                if line.state in {OUT, READY}:
-                    self.fail(line)
-        self._let_show()
         kept = {line.process.pid for line in self._starter.ready.values()}
         context.subprocess_handlers = {rank: each for rank, each in handlers.items() if each.proc.pid not in kept}
         try:
@@ -118,13 +111,6 @@ class KeptWorkers:
                 os.killpg(line.process.pid, signal.SIGKILL)
             line.process.wait()
         self._starter.ready.clear()
-
-    def _let_show(self) -> None:
-        """Let those end that end with an error, before they are ended: it may be why the run is given up."""
-        deadline = time.monotonic() + self._limit_s
-        while any(each.process.poll() is None for each in self._failing) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
-        self._failing.clear()
 
     def _gather(self, context: SubprocessContext) -> None:
         """Tell the workers of `context` that the generation is broken, and wait for those that are in a loop."""

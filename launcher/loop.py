@@ -8,7 +8,6 @@ import queue
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar, Final, Self, TypeVar
@@ -105,7 +104,7 @@ class _Line:
         self._heard = queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None]()
         self._lock = threading.Lock()
         self._is_inside = self._is_used = self._had_frozen = False
-        self._frozen, self._raised = 0, ""
+        self._frozen = 0
         threading.Thread(target=self._listen, name="resilient-loop", daemon=True).start()
 
     @classmethod
@@ -148,9 +147,7 @@ class _Line:
         with self._lock:
             self._is_inside = False
         text = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_TEXT]
-        peers = may_be_others(error)
-        self._raised = traceback.format_exc() if peers else ""
-        self._say(OUT, error=text, peers=peers)
+        self._say(OUT, error=text, peers=may_be_others(error))
         heard = self._heard.get()
         return heard is not None and "stop" in heard[0]
 
@@ -169,10 +166,7 @@ class _Line:
             if "streams" in heard[0]:
                 become(*heard)
                 return
-            if "raise" in heard[0]:
-                print(self._raised, file=sys.stderr, end="")
-                break
-        raise SystemExit(1)  # The run is given up, or the launcher is gone.
+        raise SystemExit(1)  # The launcher is gone, and so will be this process.
 
     def _say(self, state: str, **more: object) -> None:
         with suppress(OSError):

@@ -220,29 +220,6 @@ def test_error_before_anything_is_committed_ends_the_run(tmp_path: Path) -> None
         cluster.close()
 
 
-def test_error_that_ends_the_run_is_shown_also_if_it_looks_like_that_of_a_collective(tmp_path: Path) -> None:
-    """Each time the others' are taken for it, until the run is given up."""
-    script, cluster = tmp_path / "fails.py", Cluster(tmp_path)
-    script.write_text(
-        "import time\n\nimport torch\nimport torch.distributed as dist\n\nimport resilient_run\n"
-        "from resilient_run import Checkpointer\n\n\ndef train():\n    dist.init_process_group('gloo')\n"
-        "    with Checkpointer(seen=0) as checkpointer:\n"
-        "        for step in range(checkpointer.restore(), 9):\n            time.sleep(0.1)\n"
-        "            if step == 8 and dist.get_rank() == 1:\n                dist.destroy_process_group()\n"
-        "                raise dist.DistStoreError('nobody wrote the table of experts')\n"
-        "            dist.all_reduce(torch.ones(1))\n            checkpointer.step(step + 1)\n\n\n"
-        "resilient_run.loop(train)\n"
-    )
-    try:
-        host = cluster.host("solo")
-        host.launch(["--standalone", "--nproc-per-node", "2"], [str(script)])
-        assert host.wait() == 1, host.output
-        assert "in a row" in host.output or "in the same way" in host.output
-        assert host.output.count("    raise dist.DistStoreError('nobody wrote the table of experts')") == 1, host.output
-    finally:
-        cluster.close()
-
-
 def test_without_a_step_to_restore_all_are_new(job: Callable[[str], Job], undisturbed: Callable[..., Host]) -> None:
     """The survivor's model has been trained, and nothing would make it what it was at the start."""
     run = job("")

@@ -7,8 +7,8 @@ have closed it and opened another file.
 The worker says ``{"state": state}``: `INSIDE` while its function runs, `OUT` when that has raised (with ``error``, its
 text, and ``peers``: it may come from another worker), `READY` when it has let go of all that belongs to the generation,
 and `LEFT` when its function has returned. The launcher says ``{"stop": true}`` when the generation is broken,
-``{"raise": true}`` if the error is the worker's own or the run is given up, and to one that is ready ``{"set", "unset",
-"streams"}``, the difference of its new environment to the one before, with descriptors for its standard streams.
+``{"raise": true}`` if the error is the worker's own, and to one that is ready ``{"set", "unset", "streams"}``, the
+difference of its new environment to the one before, with descriptors for its standard streams.
 """
 
 import json
