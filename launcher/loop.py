@@ -76,7 +76,6 @@ def loop(train: Callable[[], T]) -> T:
                         "another worker failed, too, so train() is called again; here it raised:", exc_info=True
                     )
             # The error is gone, and with it its frames and what `train` had made.
-            line.thaw()
             let_go()
             line.go_on()
             begin_again()
@@ -104,7 +103,6 @@ class _Line:
         self._heard = queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None]()
         self._lock = threading.Lock()
         self._is_inside = self._is_used = self._had_frozen = False
-        self._frozen = 0
         threading.Thread(target=self._listen, name="resilient-loop", daemon=True).start()
 
     @classmethod
@@ -124,7 +122,6 @@ class _Line:
         # What is there by now is not searched for garbage of `train`: with torch imported that takes 0.2 s.
         self._had_frozen = gc.get_freeze_count() > 0
         gc.freeze()
-        self._frozen = gc.get_freeze_count()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -150,11 +147,6 @@ class _Line:
         self._say(OUT, error=text, peers=may_be_others(error))
         heard = self._heard.get()
         return heard is not None and "stop" in heard[0]
-
-    def thaw(self) -> None:
-        """Let garbage of `train` be found that it has frozen itself, as scripts do before they fork."""
-        if gc.get_freeze_count() > self._frozen:
-            gc.unfreeze()
 
     def go_on(self) -> None:
         """Say that nothing is left of the generation, and become the worker of the next one."""

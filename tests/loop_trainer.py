@@ -3,13 +3,12 @@
 Usage: loop_trainer.py GATE STEPS [WAY]; the file GATE has the number of steps that may be made. In each step gradients
 are set to None at the end: those of a step that did not come to its end must not be part of the next one.
 
-The WAY says what happens besides: "ddp" and "fsdp" wrap the model, and with "ddp" all that is there is frozen, as
-scripts do before they fork; "raise" lets rank 0 raise an error of its own in step 10, once, and "leave" lets it end its
-process group before, as a `finally` does; "stuck" lets rank 0 sleep in step 10, once; "restore" kills rank 1 beside a
-restore, once; "second" trains in the second loop of the process; "loader" has a worker of a DataLoader.
+The WAY says what happens besides: "ddp" and "fsdp" wrap the model; "raise" lets rank 0 raise an error of its own in
+step 10, once, and "leave" lets it end its process group before, as a `finally` does; "stuck" lets rank 0 sleep in step
+10, once; "restore" kills rank 1 beside a restore, once; "second" trains in the second loop of the process; "loader" has
+a worker of a DataLoader.
 """
 
-import gc
 import hashlib
 import os
 import signal
@@ -59,8 +58,6 @@ class Trainer:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         model = fully_shard(self.made()) if self.way == "fsdp" else self.model
         called = DistributedDataParallel(model) if self.way == "ddp" else model
-        if self.way == "ddp":
-            gc.freeze()
         optimizer = torch.optim.AdamW(model.parameters())
         with Checkpointer(model=model, optimizer=optimizer) as checkpointer:
             if checkpointer.planned_step and rank == 1 and self.way == "restore" and self.once("restore"):
