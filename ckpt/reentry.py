@@ -8,6 +8,7 @@ from torch.distributed import distributed_c10d
 
 from .capture.stopped import stopped
 from .checkpointer import _open
+from .state.outside import set_modes
 from .state.state import reentered
 
 
@@ -37,5 +38,6 @@ def let_go() -> None:
 
 def begin_again() -> None:
     """Let the training function begin as in a new process."""
+    set_modes()
     reentered.set()
     stopped.clear()

@@ -4,11 +4,12 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from .workers.line import INSIDE, OUT, READY, Line
 from .workers.warm import WorkerStarter
@@ -88,22 +89,20 @@ class KeptWorkers:
         if not isinstance(context, SubprocessContext):
             close(death_sig, grace_s)
             return
+        handlers = context.subprocess_handlers
+        # First: as long as their copies of its sockets are open, nobody who waits for the failed worker comes out.
+        _end_groups(handlers, groups)
         if self._keeps:
             self._gather(context)
         else:
             self._starter.ready.clear()
         kept = {line.process.pid for line in self._starter.ready.values()}
-        handlers = context.subprocess_handlers
         context.subprocess_handlers = {rank: each for rank, each in handlers.items() if each.proc.pid not in kept}
         try:
             close(death_sig, grace_s)
         finally:
             context.subprocess_handlers = handlers
-        for handler in handlers.values():
-            if handler.proc.returncode and handler.proc.pid in groups:
-                groups.remove(handler.proc.pid)
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(handler.proc.pid, signal.SIGKILL)
+        _end_groups(handlers, groups)
 
     def end(self) -> None:
         """End those that were to be kept: nothing would bring their state back to what a new process has."""
@@ -141,3 +140,12 @@ class KeptWorkers:
                 line.state = ""
                 line.end.close()
                 del self._starter.lines[pid]
+
+
+def _end_groups(handlers: Mapping[int, SubprocessHandler], groups: set[int]) -> None:
+    """End what failed workers left in their process groups; `groups` has those that it has not ended before."""
+    for handler in handlers.values():
+        if handler.proc.poll() and handler.proc.pid in groups:
+            groups.remove(handler.proc.pid)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(handler.proc.pid, signal.SIGKILL)

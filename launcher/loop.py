@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 _MAX_PACKET_BYTES: Final = 1 << 17
 _MAX_TEXT: Final = 300
-_OF_OTHERS: Final = ("gloo", "NCCL", "process group", "by peer", "Broken pipe")
-"""What errors of collectives say, whose class is often RuntimeError alone."""
+_OF_OTHERS: Final = ("gloo/", "NCCL")
+"""What errors of collectives say whose class is RuntimeError alone: Gloo's begin with the file of its source."""
 
 
 def loop(train: Callable[[], T]) -> T:
@@ -51,12 +51,14 @@ def loop(train: Callable[[], T]) -> T:
     `train` must make all that belongs to one generation of the run: process groups, DDP and FSDP, gradient hooks, the
     `Checkpointer`, iterators over data; and read `RANK` and the like. Whatever it changes outside itself must be
     registered with the `Checkpointer`, or be set again when it begins. When it is called again, its process groups are
-    gone, registered parameters have no gradients, and the environment is that of the new generation.
+    gone, and the environment is that of the new generation. Registered modules have no gradients, and are in the modes
+    (`training`, `requires_grad`) in which they were restored last. Outside `train` no worker may wait for another one,
+    because those that go on do not come there again.
 
     The process goes on if `train` raises within ``--rr-stop-timeout`` of the failure, and there is a step to restore.
     Collectives raise when a peer is gone, and so does `Checkpointer.step()`. Otherwise a new process takes its place,
-    as without `loop`. An error of its own ends the process as ever, a second later. Outside resilient-run, and
-    with ``--rr-auto``, this is ``train()``.
+    as without `loop`. An error of its own ends the process as ever, a second later. Outside resilient-run, with
+    ``--rr-auto``, and in a second call by the same process, this is ``train()``.
     """
     line = _Line.open()
     if line is None:
@@ -84,7 +86,7 @@ def may_be_others(error: BaseException | None) -> bool:
     while error is not None:
         if any(each is StoppedError or each.__module__ == "torch.distributed" for each in type(error).__mro__):
             return True
-        if isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in _OF_OTHERS):
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_OTHERS):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -105,7 +107,10 @@ class _Line:
 
     @classmethod
     def open(cls) -> "_Line | None":
-        """Return the line of this process, None where there is none or a `loop` is at work."""
+        """Return the line of this process, None where there is none or in a second `loop`.
+
+        A process that is replaced begins with the first, and would not meet those that go on in another.
+        """
         line = cls._of_process
         if line is None or line._pid != os.getpid():
             end = worker_end(os.environ)
@@ -120,7 +125,6 @@ class _Line:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._is_used = False
         if not self._had_frozen:
             gc.unfreeze()
         with self._lock:

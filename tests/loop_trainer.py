@@ -5,7 +5,8 @@ are set to None at the end: those of a step that did not come to its end must no
 
 The WAY says what happens besides: "ddp" and "fsdp" wrap the model; "raise" lets rank 0 raise an error of its own in
 step 10, once, and "leave" lets it end its process group before, as a `finally` does; "stuck" lets rank 0 sleep in step
-10, once; "restore" kills rank 1 beside a restore, once.
+10, once; "restore" kills rank 1 beside a restore, once; "second" trains in the second loop of the process; "loader" has
+a worker of a DataLoader.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import resilient_run
 from resilient_run import Checkpointer
@@ -62,8 +64,11 @@ class Trainer:
                 os.kill(os.getpid(), signal.SIGKILL)
             start = checkpointer.restore()
             kept = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-            say(rank=rank, pid=os.getpid(), started_at=start, kept=kept, world=world_size)
+            say(rank=rank, pid=os.getpid(), started_at=start, kept=kept, world=world_size, training=model.training)
+            model.eval()  # as where an evaluation does not come to its end
+            numbers = iter(DataLoader(range(1000), num_workers=int(self.way == "loader")))
             for step in range(start + 1, self.steps + 1):
+                next(numbers)
                 while int(self.gate.read_text() or 0) < step:
                     time.sleep(0.01)
                 time.sleep(_PAUSE_S)
@@ -93,6 +98,8 @@ class Trainer:
 
 if __name__ == "__main__":
     trainer = Trainer(Path(sys.argv[1]), int(sys.argv[2]), (*sys.argv, "")[3])
+    if trainer.way == "second":
+        resilient_run.loop(lambda: None)
     rank = resilient_run.loop(trainer.train)
     say(returned=rank)
     os._exit(0)  # a thread of Gloo can abort in Python's own end (docs/api.md)

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, Host, assert_same_training, has_ended, kill, recovered, wait_until
 from gated import Gate
+from torch.distributed import DistNetworkError
+
+from resilient_run.launcher.loop import may_be_others
 
 pytestmark = pytest.mark.jobs
 
@@ -121,6 +124,7 @@ def test_survivor_of_five_kills_keeps_its_process(
     assert len(pids[0]) == len(pids[1]) == 6, host.output
     assert len(set(pids[0])) == 1, host.output
     assert len(set(pids[1])) == 6
+    assert all(line["training"] for line in host.lines if "training" in line), host.lines
     assert len(set(map(tuple, kept[1:]))) == 1, f"descriptors and threads grow: {kept}"
     assert_same_training([host], undisturbed(2, way))
     assert returned(host) == [0, 1]
@@ -244,6 +248,22 @@ def test_worker_that_does_not_come_out_is_replaced(job: Callable[[str], Job], un
     assert_same_training([host], undisturbed(2))
 
 
+def test_survivor_does_not_wait_for_what_the_killed_worker_has_forked(
+    job: Callable[[str], Job], undisturbed: Callable[..., Host]
+) -> None:
+    """A worker of a DataLoader has copies of its trainer's sockets, and looks every 5 s whether that is still there."""
+    run = job("loader")
+    host = run.alone(2, "--rr-stop-timeout", "3")
+    run.gate.open(8)
+    committed(run, host, 1)
+    before = host.pids()
+    run.gate.open(STEPS)
+    kill(before[1])
+    assert host.wait() == 0, host.output
+    assert before[0] == host.pids()[0], host.output
+    assert_same_training([host], undisturbed(2))
+
+
 def test_worker_is_killed_beside_a_restore(job: Callable[[str], Job], undisturbed: Callable[..., Host]) -> None:
     run = job("restore")
     host = run.alone(2)
@@ -313,6 +333,34 @@ def test_what_is_kept_ends_with_its_launcher(
     os.kill(first.launcher.pid, sent)
     assert first.wait() != 0
     wait_until(lambda: has_ended(worker), timeout_s=30, what="the end of the worker", host=first)
+
+
+@pytest.mark.parametrize(
+    ("error", "may_be"),
+    [
+        (DistNetworkError("recvValue failed: Broken pipe"), True),
+        (RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (ConnectionResetError(104, "Connection reset by peer"), False),
+        (BrokenPipeError(32, "Broken pipe"), False),
+        (RuntimeError("no process group for expert 3"), False),
+    ],
+)
+def test_what_a_script_reads_from_elsewhere_is_not_taken_for_another_worker(error: Exception, may_be: bool) -> None:
+    assert may_be_others(error) == may_be
+
+
+def test_second_loop_of_a_process_keeps_nobody(job: Callable[[str], Job], undisturbed: Callable[..., Host]) -> None:
+    """A worker that is replaced begins with the first one, and would not meet those that went on in the second."""
+    run = job("second")
+    host = run.alone(2)
+    run.gate.open(8)
+    committed(run, host, 1)
+    before = host.pids()
+    kill(before[1])
+    run.gate.open(STEPS)
+    assert host.wait() == 0, host.output
+    assert set(before.values()).isdisjoint(host.pids().values())
+    assert_same_training([host], undisturbed(2))
 
 
 def test_outside_it_is_the_function_itself() -> None:

@@ -1,9 +1,10 @@
-"""What a state depends on and no `state_dict()` says: compared at a restore, never set; and what none may be or do."""
+"""What a state depends on and no `state_dict()` says: compared at a restore, not set; and what none may be or do."""
 
 import sys
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ _EVALUATING: Final = "evaluating"
 _COMMUNICATING: Final = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"})
 _LOCAL: Final = ("wait_tensor", "_wrap_tensor_autograd")
 _DCP: Final = "torch.distributed.checkpoint.state_dict"
+_begun: Final = WeakKeyDictionary[torch.nn.Module, tuple[bool, dict[str, bool]]]()
 
 
 def outside(
@@ -80,6 +82,23 @@ def other_modes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             value = changed[0] not in saved[part]
             name = f"{changed[0]}{more}"
             yield f"{attribute} of {name} was {value}, is {not value}, and restore() leaves it to the script"
+
+
+def remember_modes(modules: dict[str, torch.nn.Module]) -> None:
+    """Remember how modules are trained where a script restores them, for `set_modes`."""
+    for inner in chain.from_iterable(module.modules() for module in modules.values()):
+        required = {key: parameter.requires_grad for key, parameter in inner.named_parameters(recurse=False)}
+        _begun[inner] = inner.training, required
+
+
+def set_modes() -> None:
+    """Let the modules that are still there be trained as they were when they were last remembered."""
+    for inner, (training, required) in _begun.items():
+        inner.training = training
+        for key, parameter in inner.named_parameters(recurse=False):
+            if parameter.requires_grad != (before := required.get(key, parameter.requires_grad)):
+                parameter.requires_grad_(before)
+    _begun.clear()
 
 
 def ambiguous(modules: dict[str, torch.nn.Module]) -> str | None:

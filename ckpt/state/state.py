@@ -29,7 +29,7 @@ from .held import (
     state_of,
     whole_state,
 )
-from .outside import Watch, ambiguous, has_others, outside, read_only
+from .outside import Watch, ambiguous, has_others, outside, read_only, remember_modes
 from .tree import Flattener, extent, overlaps, share
 from .unsaved import REMEDY, Unsaved
 
@@ -135,6 +135,7 @@ class TrainingState:
             for item in self.objects.values():
                 if isinstance(item, torch.nn.Module | torch.optim.Optimizer):
                     item.zero_grad()
+        remember_modes(self.modules)
         states = {name: whole_state(item) for name, item in self.modules.items()}
         self._begun = layout(states, self.modules, self._registered())
 
