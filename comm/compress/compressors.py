@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.entries import all_finite, check_density, kept_count
+from ..net.entries import all_finite, check_density, kept_count, size_bytes
 from ..net.transport import from_bytes, to_bytes
 from ..ops.bitmap import bitmap_bytes
 from ..ops.coo import Coo
@@ -29,7 +29,7 @@ class TopK(Sparsifier):
 
     def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Return the size of messages."""
-        return self.count(numel) * (4 + dtype.itemsize)
+        return size_bytes(self.count(numel), dtype)
 
 
 class SampledTopK(Sparsifier):
@@ -85,44 +85,37 @@ class RandomK(Compressor):
         return dtype
 
 
-class EFSignSGD(Compressor):
-    """Signs, times the mean magnitude (Karimireddy et al., 2019)."""
-
-    name = "efsignsgd"
-
-    def compress(self, dense: Tensor, *, seed: int) -> Tensor:
-        """Return the mean magnitude and the signs."""
-        signs = signs_encode(dense)
-        return to_bytes(signs.means[2:], signs.bitmap)
-
-    def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
-        """Return the mean magnitude with each element's sign."""
-        scale, bitmap = from_bytes(message, (torch.float32, 1), (torch.uint8, bitmap_bytes(numel)))
-        return signs_decode(bitmap, torch.cat([scale, -scale]).to(dtype), numel)
-
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the size of messages."""
-        return 4 + bitmap_bytes(numel)
-
-
 class OneBit(Compressor):
     """Signs, each as the mean of the elements that have it (1-bit SGD, Seide et al., 2014, with one column)."""
 
     name = "onebit"
+    _means = slice(2)
+    """Of `Signs`, what is sent: what each sign stands for, or one mean for both."""
 
     def compress(self, dense: Tensor, *, seed: int) -> Tensor:
-        """Return both means and the signs."""
+        """Return the means and the signs."""
         signs = signs_encode(dense)
-        return to_bytes(signs.means[:2], signs.bitmap)
+        return to_bytes(signs.means[self._means], signs.bitmap)
 
     def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
         """Return the mean of each element's sign."""
-        means, bitmap = from_bytes(message, (torch.float32, 2), (torch.uint8, bitmap_bytes(numel)))
-        return signs_decode(bitmap, means.to(dtype), numel)
+        count = self._count()
+        means, bitmap = from_bytes(message, (torch.float32, count), (torch.uint8, bitmap_bytes(numel)))
+        return signs_decode(bitmap, torch.cat([means, -means])[:2].to(dtype), numel)
 
     def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Return the size of messages."""
-        return 8 + bitmap_bytes(numel)
+        return 4 * self._count() + bitmap_bytes(numel)
+
+    def _count(self) -> int:
+        return len(range(3)[self._means])
+
+
+class EFSignSGD(OneBit):
+    """Signs, times the mean magnitude (Karimireddy et al., 2019)."""
+
+    name = "efsignsgd"
+    _means = slice(2, 3)
 
 
 class Half(Compressor):

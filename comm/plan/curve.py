@@ -3,11 +3,14 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .fields import FileFields
+
+Sizes = TypeVar("Sizes", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,12 +20,8 @@ class Affine:
     alpha_s: float
     beta_s_per_byte: float
 
-    def __call__(self, size_bytes: float) -> float:
-        """Return the seconds that one operation on `size_bytes` takes."""
-        return self.alpha_s + self.beta_s_per_byte * size_bytes
-
-    def over(self, sizes_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds for each of many sizes."""
+    def __call__(self, sizes_bytes: Sizes) -> Sizes:
+        """Return the seconds that operations on these sizes take."""
         return self.alpha_s + self.beta_s_per_byte * sizes_bytes
 
 
@@ -36,15 +35,11 @@ class Table:
     sizes_bytes: tuple[float, ...]
     seconds: tuple[float, ...]
 
-    def __call__(self, size_bytes: float) -> float:
-        """Return the seconds that one operation on `size_bytes` takes."""
-        return float(self.over(np.array(size_bytes)))
-
-    def over(self, sizes_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds for each of many sizes."""
+    def __call__(self, sizes_bytes: Sizes) -> Sizes:
+        """Return the seconds that operations on these sizes take."""
         inside = np.interp(sizes_bytes, self.sizes_bytes, self.seconds)
-        beyond = np.maximum(sizes_bytes - self.sizes_bytes[-1], 0.0)
-        return np.asarray(inside + self._beyond() * beyond, dtype=np.float64)
+        seconds: Sizes = inside + self._beyond() * np.maximum(sizes_bytes - self.sizes_bytes[-1], 0.0)
+        return seconds
 
     def _slope(self, upper: int) -> float:
         """Return the seconds for each further byte below a point."""
