@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.entries import all_finite, check_density, kept_count, size_bytes
+from ..net.entries import all_finite, check_density, kept_count
 from ..net.transport import from_bytes, to_bytes
 from ..ops.bitmap import bitmap_bytes
 from ..ops.coo import Coo
@@ -27,10 +27,6 @@ class TopK(Sparsifier):
         """Return the `k` elements of the largest magnitude."""
         return topk(dense, k)
 
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the size of messages."""
-        return size_bytes(self.count(numel), dtype)
-
 
 class SampledTopK(Sparsifier):
     """The elements above a threshold that a sample gives: Deep Gradient Compression (Lin et al., 2018, section 3.1).
@@ -39,13 +35,11 @@ class SampledTopK(Sparsifier):
     """
 
     name = "dgc"
+    fixed_size = False
 
     def select(self, dense: Tensor, k: int, *, seed: int) -> Coo:
         """Return about `k` elements of large magnitude."""
         return sampled_topk(dense, k, seed=seed)
-
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> None:
-        """Return None: how many elements reach the threshold depends on them."""
 
 
 class RandomK(Compressor):
@@ -76,10 +70,6 @@ class RandomK(Compressor):
         (values,) = from_bytes(message, (dtype, kept_count(numel, self.density)))
         return random_place(values, numel, seed=seed)
 
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the size of messages."""
-        return kept_count(numel, self.density) * dtype.itemsize
-
     def summed_as(self, dtype: torch.dtype) -> torch.dtype:
         """Return `dtype`: all ranks draw the same elements."""
         return dtype
@@ -99,16 +89,9 @@ class OneBit(Compressor):
 
     def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
         """Return the mean of each element's sign."""
-        count = self._count()
+        count = len(range(3)[self._means])
         means, bitmap = from_bytes(message, (torch.float32, count), (torch.uint8, bitmap_bytes(numel)))
         return signs_decode(bitmap, torch.cat([means, -means])[:2].to(dtype), numel)
-
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the size of messages."""
-        return 4 * self._count() + bitmap_bytes(numel)
-
-    def _count(self) -> int:
-        return len(range(3)[self._means])
 
 
 class EFSignSGD(OneBit):
@@ -141,10 +124,6 @@ class Half(Compressor):
         """Return the rounded elements, widened."""
         (values,) = from_bytes(message, (self.dtype, numel))
         return values.to(dtype)
-
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the size of messages."""
-        return numel * self.dtype.itemsize
 
     def summed_as(self, dtype: torch.dtype) -> torch.dtype:
         """Return the half precision that messages have."""

@@ -284,11 +284,8 @@ class _Search:
     def __init__(self, problem: FusionProblem, kinds: Sequence[bool], known: Iterable[Strategy]) -> None:
         self._problem, self._count = problem, len(problem)
         self._bounds = Bounds(problem, kinds)
-        tensors = ([Group(index, index + 1, kind) for kind in kinds] for index in range(self._count))
-        quickest = tuple(min(groups, key=lambda group: sum(problem.costs_s(group))) for groups in tensors)
         starts = [
             *known,
-            quickest,
             *(each for kind in kinds for each in all_bucketed(problem.size_bytes, compressed=kind)),
         ]
         self._best = min(starts, key=problem.finish_s)

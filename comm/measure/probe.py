@@ -137,9 +137,8 @@ def probe_link(
                 dense = None if waits else tensor
                 carry_dense(routine, dense, transport, root=0, numel=tensor.numel(), dtype=tensor.dtype)
             else:
-                alike = compressor.message_bytes(tensor.numel(), tensor.dtype) is not None
                 pieces = None if waits else _pieces(tensor, transport.size if routine is Routine.ALL_TO_ALL else 1)
-                carry_pieces(routine, pieces, transport, root=0, alike=alike)
+                carry_pieces(routine, pieces, transport, root=0, alike=compressor.fixed_size)
 
         found.append(_mean_s(call, device=transport.device, repeats=repeats, transport=everyone or transport))
     return tuple(found)

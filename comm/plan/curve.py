@@ -41,18 +41,11 @@ class Table:
         seconds: Sizes = inside + self._beyond() * np.maximum(sizes_bytes - self.sizes_bytes[-1], 0.0)
         return seconds
 
-    def _slope(self, upper: int) -> float:
-        """Return the seconds for each further byte below a point."""
-        seconds = self.seconds[upper] - self.seconds[upper - 1]
-        return seconds / (self.sizes_bytes[upper] - self.sizes_bytes[upper - 1])
-
     def _beyond(self) -> float:
         """Return the seconds for each further byte above the last point."""
-        if len(self.seconds) == 1:
-            return 0.0
-        if (last := self._slope(len(self.seconds) - 1)) > 0:
-            return last
-        return max(0.0, (self.seconds[-1] - self.seconds[0]) / (self.sizes_bytes[-1] - self.sizes_bytes[0]))
+        before = zip(self.sizes_bytes[:-1], self.seconds[:-1], strict=True)
+        slopes = [(self.seconds[-1] - seconds) / (self.sizes_bytes[-1] - size) for size, seconds in before]
+        return next((slope for slope in (*slopes[-1:], *slopes[:1]) if slope > 0), 0.0)
 
 
 Curve = Affine | Table

@@ -136,14 +136,7 @@ class Zen(RoundScheme):
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed, rows, counts and plans."""
-        keys = {
-            key: {
-                "steps": seen.steps,
-                "counts": [list(counts) for counts in seen.counts],
-                "plan": None if seen.plan is None else asdict(seen.plan),
-            }
-            for key, seen in self._seen.items()
-        }
+        keys = {key: asdict(seen) for key, seen in self._seen.items()}
         return {"scheme": self.name, "seed": self._seed, "rows": list(self._rows), "keys": keys}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
