@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .compaction import count_reaching, mark, marked, reaching
+from .compaction import mark, marked, reaching
 from .kernels import check_list, check_numel, check_range, flat
 from .op import Op
 
@@ -39,7 +39,7 @@ def _encode_reference(elements: Tensor) -> Coo:
 
 
 def _encode_cpu(elements: Tensor) -> Coo:
-    found = reaching(elements, 1, count_reaching(elements, 1))
+    found = reaching(elements, 1, elements.numel())
     assert found is not None
     return Coo(*found)
 
