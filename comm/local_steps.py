@@ -145,6 +145,7 @@ class LocalSteps:
             for tensor in (*self._model.parameters(), *self._model.buffers()):
                 own = tensor.reshape(-1) if ranks.rank == 0 else None
                 first = carry_dense(Routine.BROADCAST, own, ranks, root=0, numel=tensor.numel(), dtype=tensor.dtype)
+                assert first is not None, "a broadcast reaches everybody"
                 tensor.copy_(first.view(tensor.shape))
             exact = torch.float32
             for parameter in self._parameters.values():

@@ -105,9 +105,9 @@ class Zen(RoundScheme):
             return gradient
         seen = self._seen.get(key)
         if seen is None:
-            for ranks in (self.transport, self.beside):
-                if ranks is not None:
-                    check_alike(ranks, **{key: f"{tuple(gradient.shape)} of {gradient.dtype}"}, zen=self)
+            for group in (self.transport, self.beside):
+                if group is not None:
+                    check_alike(group, **{key: f"{tuple(gradient.shape)} of {gradient.dtype}"}, zen=self)
         if seen is None or (self._route is None and seen.steps >= self._profile_steps + self._replan_steps):
             seen = self._seen[key] = _Seen()
         if seen.plan is None and self._route is not None:
