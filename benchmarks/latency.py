@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from delayed_hosts import DelayedHosts
 from lab_job import lines_of
 from report import parser, table, write_json
@@ -33,9 +32,7 @@ def run(ranks: int, delay_s: float, size_bytes: int, repeats: int) -> list[dict[
     for line in found:
         routine, compressor = Routine(line["routine"]), line["compressor"]
         short = is_short(routine, ranks, line["held_bytes"])
-        announced = compressor is not None and (
-            routine is Routine.BROADCAST or named(compressor).message_bytes(1, torch.float32) is None
-        )
+        announced = compressor is not None and (routine is Routine.BROADCAST or not named(compressor).fixed_size)
         waits = load(routine, ranks, short=short).startups
         line |= {"ranks": ranks, "delays": line["seconds"] / delay_s, "planned": waits + announced}
     return found

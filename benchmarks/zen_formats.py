@@ -56,7 +56,7 @@ def sizes(elements: int, density: float) -> dict[str, float]:
     found = {
         "COO": sum(message.nbytes for message in encode(shares, (Format.COO,))),
         "bitmap": encode([whole], (Format.BITMAP,))[0].nbytes + (SERVERS - 1) * elements // 8,
-        "blocks": blocks.ids.nbytes + blocks.data.nbytes,
+        "blocks": blocks.indices.nbytes + blocks.values.nbytes,
         "hash bitmap": sum(message.nbytes for message in encode(shares, (Format.BITMAP,))),
     }
     return {name: size / dense.nbytes for name, size in found.items()}

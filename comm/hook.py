@@ -76,10 +76,9 @@ def make_hook(
     **options: Any,
 ) -> GradientHook:
     """Return what `register` registers, with the same arguments and errors."""
-    given = _given(model, least_elements, ranks_per_host, scheme=scheme, **options)
-    ranks_per_host = _ranks_per_host(given, ranks_per_host)
-    check_choice(scheme, options, ranks=given.size // ranks_per_host)
-    fabric = _fabric(model, given, ranks_per_host)
+    given, per_host = _given(model, least_elements, ranks_per_host, scheme=scheme, **options)
+    check_choice(scheme, options, ranks=given.size // per_host)
+    fabric = _fabric(model, given, per_host)
     made = _made(fabric, scheme, options)
     return GradientHook(model, scheme=made, world=fabric.flat, least_elements=least_elements)
 
@@ -93,8 +92,7 @@ def make_tried(
     leads: bool = True,
 ) -> TriedHook:
     """Return a hook that trains as ever, and tries these methods; all ranks call this together."""
-    given = _given(model, LEAST_ELEMENTS, ranks_per_host)
-    fabric = _fabric(model, given, _ranks_per_host(given, ranks_per_host))
+    fabric = _fabric(model, *_given(model, LEAST_ELEMENTS, ranks_per_host))
     schemes = _schemes(fabric, tried)
     return TriedHook(model, trial, schemes, world=fabric.flat, least_elements=LEAST_ELEMENTS, leads=leads)
 
@@ -107,7 +105,7 @@ def _make_auto(
     least_elements: int,
     **options: Any,
 ) -> GradientHook:
-    given = _given(model, least_elements, ranks_per_host, scheme=scheme, **options)
+    given, per_host = _given(model, least_elements, ranks_per_host, scheme=scheme, **options)
     if others := options.keys() - _AUTO_OPTIONS.keys():
         raise CommError(f"auto has no option {', '.join(sorted(others))}; it has {', '.join(_AUTO_OPTIONS)}")
     options = _AUTO_OPTIONS | options
@@ -116,7 +114,7 @@ def _make_auto(
         raise CommError(f"auto: lossy must be True or False, got {options['lossy']!r}")
     if not 0 < options["seconds"] < float("inf"):
         raise CommError(f"auto: seconds must be more than 0, got {options['seconds']!r}")
-    fabric = _fabric(model, given, _ranks_per_host(given, ranks_per_host))
+    fabric = _fabric(model, given, per_host)
     tried = [method for method in methods(ranks_per_host) if method.exact or options["lossy"]]
     schemes = _schemes(fabric, tried)
     trial = Trial(tried, seconds=options["seconds"])
@@ -138,14 +136,19 @@ def _schemes(fabric: Fabric, tried: Sequence[Method]) -> dict[str, Scheme]:
     return {each.name: _made(fabric, each.scheme, each.options) for each in tried if each.scheme}
 
 
-def _given(model: DistributedDataParallel, least_elements: int, ranks_per_host: int | None, **alike: Any) -> Transport:
-    """Return the ranks, which are given the same, over the group that is there: a mistake leaves nothing behind."""
+def _given(
+    model: DistributedDataParallel, least_elements: int, ranks_per_host: int | None, **alike: Any
+) -> tuple[Transport, int]:
+    """Return the ranks, which are given the same, and how many a host has.
+
+    They are those of the group that is there: a mistake leaves nothing behind.
+    """
     ignored = model.parameters_to_ignore
     device = next(p.device for name, p in model.module.named_parameters() if name not in ignored)
     given = Transport(model.process_group, device)
     check_alike(given, **alike, least_elements=least_elements, ranks_per_host=ranks_per_host)
     check_number("least_elements", int, least_elements)
-    return given
+    return given, _ranks_per_host(given, ranks_per_host)
 
 
 def _ranks_per_host(world: Transport, given: int | None) -> int:

@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .errors import CommError
 from .net.alike import check_alike
-from .net.collectives import broadcast_from
+from .net.collectives import carry_dense
 from .net.entries import all_finite
 from .net.scheme import Scheme, split_as
-from .net.transport import Transport, from_bytes, to_bytes
+from .net.transport import Transport
+from .plan.tree import Routine
 from .runtime.bucket import LEAST_ELEMENTS, BucketSum
 from .runtime.choice import Choice, agreed_scheme
 from .runtime.lanes import Worker
@@ -142,7 +143,10 @@ class LocalSteps:
         self._done = 0
         with torch.no_grad():
             for tensor in (*self._model.parameters(), *self._model.buffers()):
-                _take_first(tensor, ranks)
+                own = tensor.reshape(-1) if ranks.rank == 0 else None
+                first = carry_dense(Routine.BROADCAST, own, ranks, root=0, numel=tensor.numel(), dtype=tensor.dtype)
+                assert first is not None, "a broadcast reaches everybody"
+                tensor.copy_(first.view(tensor.shape))
             exact = torch.float32
             for parameter in self._parameters.values():
                 exact = torch.promote_types(exact, parameter.dtype)
@@ -350,12 +354,3 @@ def _fragments_of(parameters: Mapping[str, Tensor], count: int) -> list[list[str
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
-def _take_first(tensor: Tensor, ranks: Transport) -> None:
-    """Make `tensor` the one of the first rank."""
-    if ranks.rank == 0:
-        broadcast_from(0, to_bytes(tensor), ranks, size_bytes=tensor.nbytes)
-    else:
-        (whole,) = from_bytes(broadcast_from(0, None, ranks, size_bytes=tensor.nbytes), (tensor.dtype, tensor.numel()))
-        tensor.copy_(whole.view(tensor.shape))

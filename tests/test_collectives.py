@@ -276,7 +276,7 @@ def test_slow_links_bring_no_more_at_once_than_they_may(size: int) -> None:
             gather_shares(slow, mine),
             torch.cat(slow.send_to_all(mine.view(torch.uint8), sizes_bytes=[mine.nbytes] * size)).view(torch.float32),
             reduce_scatter(slow, mine.repeat(size)),
-            slow.swap(mine.view(torch.uint8), to=after, source=before).view(torch.float32),
+            slow.exchange({after: mine.view(torch.uint8)}, [before])[before].view(torch.float32),
         ]
         return asking.most_bytes, [each.tolist() for each in found]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 from cluster import Cluster, assert_same_training
 from etcd_process import kept_ports
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.jobs
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "planned_gpt.py")
 TINY = ("--layers", "2", "--width", "128", "--json")
 JOB = ["--standalone", "--nproc-per-node", "2"]
+ALONE = Transport(dist.ProcessGroup(0, 1))  # type: ignore[call-arg]
 
 
 def model() -> nn.Sequential:
@@ -143,10 +145,10 @@ def test_ranks_agree_on_what_they_measured() -> None:
 
 
 def test_coder_is_measured_over_dense_bytes() -> None:
-    found = probe_coder(named("topk", density=0.25), [1 << 12, 1 << 16], device="cpu", repeats=2)
+    found = probe_coder(named("topk", density=0.25), [1 << 12, 1 << 16], device="cpu", transport=ALONE, repeats=2)
     assert found.ratio == 0.5
-    assert found.sizes_bytes == (1 << 12, 1 << 16)
-    assert all(seconds > 0 for curve in (found.compress, found.decompress, found.accumulate) for seconds in curve)
+    curves = (found.compress, found.decompress, found.accumulate)
+    assert all(len(curve) == 2 and min(curve) > 0 for curve in curves)
 
 
 def test_copies_of_a_coder_elsewhere_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +161,7 @@ def test_copies_of_a_coder_elsewhere_are_measured(monkeypatch: pytest.MonkeyPatc
         return plain(tensor, *arguments, **options)
 
     monkeypatch.setattr(Tensor, "to", to)
-    probe_coder(named("topk", density=0.25), [1 << 12], device="cpu", gradients_on="cpu:1", repeats=1)
+    probe_coder(named("topk", density=0.25), [1 << 12], device="cpu", transport=ALONE, gradients_on="cpu:1", repeats=1)
     measured = {copy for copy in copies if copy[0] in ("compress", "decompress", "accumulate")}
     assert measured == {
         ("compress", 1 << 12, "cpu"),

@@ -130,18 +130,6 @@ def test_no_weights_prove_more_than_the_optimum() -> None:
     assert tight > 100
 
 
-def test_strategies_with_a_group_take_no_less_than_is_said_of_it() -> None:
-    rng = random.Random(46)
-    for _ in range(60):
-        problem = hostile_problem(rng, most=5)
-        costs = Bounds(problem, KINDS)
-        strategies = [(strategy, problem.finish_s(strategy)) for strategy in every_strategy(len(problem))]
-        through = costs.through(costs.climb(strategies[0][1])[-1])
-        for strategy, finish_s in strategies:
-            for group in strategy:
-                assert no_more(through[KINDS.index(group.compressed), group.start, group.end], finish_s)
-
-
 def test_halves_of_the_strategies_have_bounds_of_their_own() -> None:
     rng = random.Random(47)
     for _ in range(60):

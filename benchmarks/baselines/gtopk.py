@@ -4,6 +4,7 @@ from torch import Tensor
 
 from resilient_run.comm.errors import CommError
 from resilient_run.comm.net.entries import (
+    add_to,
     added,
     copied,
     from_message,
@@ -13,7 +14,6 @@ from resilient_run.comm.net.entries import (
     take,
     to_message,
     top_k,
-    write_dense,
 )
 from resilient_run.comm.net.rounds import Messages, Rounds
 from resilient_run.comm.net.transport import Transport
@@ -52,7 +52,7 @@ class GTopk(SparseScheme):
         root = yield from self._reduce_tree(mine, kept, work)
         final = yield from self._broadcast(root, kept, work)
         settle(accumulated, work, mine, final)
-        write_dense(final, total)
+        add_to(total.zero_(), final)
         return Synchronized(values=final.values, residual=accumulated)
 
     def _reduce_tree(self, mine: Coo, kept: int, work: Tensor) -> Rounds[Coo]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from resilient_run.comm.errors import MessageError
 from resilient_run.comm.net.entries import (
+    add_to,
     copied,
     from_message,
     joined,
@@ -18,7 +19,6 @@ from resilient_run.comm.net.entries import (
     take,
     to_message,
     top_k,
-    write_dense,
 )
 from resilient_run.comm.net.rounds import Rounds, all_to_all, bruck_gather
 from resilient_run.comm.net.transport import Transport
@@ -75,7 +75,7 @@ class OkTopk(SparseScheme):
             estimate = replace(estimate, total=None)
 
         settle(accumulated, work, mine, final)
-        write_dense(final, total)
+        add_to(total.zero_(), final)
         memory = asdict(replace(estimate, step=estimate.step + 1))
         return Synchronized(values=final.values, residual=accumulated, memory=memory)
 

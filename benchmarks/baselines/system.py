@@ -27,7 +27,7 @@ class System(GroupCosts):
     def over(self, sizes_bytes: Floats, compressed: bool) -> Floats:
         """Return the costs of groups."""
         if compressed:
-            return np.stack([curve.over(sizes_bytes) for curve in (self.compress, self.communicate, self.decompress)])
+            return np.stack([curve(sizes_bytes) for curve in (self.compress, self.communicate, self.decompress)])
         assert self.communicate_dense is not None, "what dense groups cost is not known"
         free = np.zeros_like(sizes_bytes)
-        return np.stack([free, self.communicate_dense.over(sizes_bytes), free])
+        return np.stack([free, self.communicate_dense(sizes_bytes), free])

@@ -38,10 +38,9 @@ class Compressed(RoundScheme):
             self.transport.all_reduce(message.view(sum_dtype))
             total = compressor.decompress(message, numel, dtype, seed=seed)
         else:
-            # Of this rank's size, which warm-up changes.
-            alike = compressor.message_bytes(numel, dtype) is not None
             rank, ranks = self.transport.rank, self.transport.size
-            sizes_bytes = [message.numel()] * ranks if alike else None
+            # Of this rank's size, which warm-up changes.
+            sizes_bytes = [message.numel()] * ranks if compressor.fixed_size else None
             # In the order of ranks, so that sums are equal bit for bit on all of them.
             total = torch.zeros(numel, dtype=dtype, device=flat.device)
             messages = yield from bruck_gather(rank, range(ranks), message, sizes_bytes=sizes_bytes)

@@ -24,6 +24,9 @@ class Compressor(ABC):
     differs: ClassVar[frozenset[str]] = frozenset()
     """Attributes in which ranks differ."""
 
+    fixed_size: ClassVar[bool] = True
+    """Whether the messages of tensors of one size and type have one size, whatever the values."""
+
     @abstractmethod
     def compress(self, dense: Tensor, *, seed: int) -> Tensor:
         """Return the message of a tensor; `seed`, of 32 bits, is the same on all ranks."""
@@ -35,10 +38,6 @@ class Compressor(ABC):
         Raises:
             CommError: The message is not of such a tensor.
         """
-
-    @abstractmethod
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> int | None:
-        """Return the size of messages of such tensors, None where it depends on their values."""
 
     def summed_as(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return the dtype as which messages of one seed can be summed before they are decoded, None for none."""

@@ -27,10 +27,6 @@ class TopK(Sparsifier):
         """Return the `k` elements of the largest magnitude."""
         return topk(dense, k)
 
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the size of messages."""
-        return self.count(numel) * (4 + dtype.itemsize)
-
 
 class SampledTopK(Sparsifier):
     """The elements above a threshold that a sample gives: Deep Gradient Compression (Lin et al., 2018, section 3.1).
@@ -39,13 +35,11 @@ class SampledTopK(Sparsifier):
     """
 
     name = "dgc"
+    fixed_size = False
 
     def select(self, dense: Tensor, k: int, *, seed: int) -> Coo:
         """Return about `k` elements of large magnitude."""
         return sampled_topk(dense, k, seed=seed)
-
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> None:
-        """Return None: how many elements reach the threshold depends on them."""
 
 
 class RandomK(Compressor):
@@ -76,53 +70,35 @@ class RandomK(Compressor):
         (values,) = from_bytes(message, (dtype, kept_count(numel, self.density)))
         return random_place(values, numel, seed=seed)
 
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the size of messages."""
-        return kept_count(numel, self.density) * dtype.itemsize
-
     def summed_as(self, dtype: torch.dtype) -> torch.dtype:
         """Return `dtype`: all ranks draw the same elements."""
         return dtype
-
-
-class EFSignSGD(Compressor):
-    """Signs, times the mean magnitude (Karimireddy et al., 2019)."""
-
-    name = "efsignsgd"
-
-    def compress(self, dense: Tensor, *, seed: int) -> Tensor:
-        """Return the mean magnitude and the signs."""
-        signs = signs_encode(dense)
-        return to_bytes(signs.means[2:], signs.bitmap)
-
-    def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
-        """Return the mean magnitude with each element's sign."""
-        scale, bitmap = from_bytes(message, (torch.float32, 1), (torch.uint8, bitmap_bytes(numel)))
-        return signs_decode(bitmap, torch.cat([scale, -scale]).to(dtype), numel)
-
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the size of messages."""
-        return 4 + bitmap_bytes(numel)
 
 
 class OneBit(Compressor):
     """Signs, each as the mean of the elements that have it (1-bit SGD, Seide et al., 2014, with one column)."""
 
     name = "onebit"
+    _means = slice(2)
+    """Of `Signs`, what is sent: what each sign stands for, or one mean for both."""
 
     def compress(self, dense: Tensor, *, seed: int) -> Tensor:
-        """Return both means and the signs."""
+        """Return the means and the signs."""
         signs = signs_encode(dense)
-        return to_bytes(signs.means[:2], signs.bitmap)
+        return to_bytes(signs.means[self._means], signs.bitmap)
 
     def decompress(self, message: Tensor, numel: int, dtype: torch.dtype, *, seed: int) -> Tensor:
         """Return the mean of each element's sign."""
-        means, bitmap = from_bytes(message, (torch.float32, 2), (torch.uint8, bitmap_bytes(numel)))
-        return signs_decode(bitmap, means.to(dtype), numel)
+        count = len(range(3)[self._means])
+        means, bitmap = from_bytes(message, (torch.float32, count), (torch.uint8, bitmap_bytes(numel)))
+        return signs_decode(bitmap, torch.cat([means, -means])[:2].to(dtype), numel)
 
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the size of messages."""
-        return 8 + bitmap_bytes(numel)
+
+class EFSignSGD(OneBit):
+    """Signs, times the mean magnitude (Karimireddy et al., 2019)."""
+
+    name = "efsignsgd"
+    _means = slice(2, 3)
 
 
 class Half(Compressor):
@@ -148,10 +124,6 @@ class Half(Compressor):
         """Return the rounded elements, widened."""
         (values,) = from_bytes(message, (self.dtype, numel))
         return values.to(dtype)
-
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the size of messages."""
-        return numel * self.dtype.itemsize
 
     def summed_as(self, dtype: torch.dtype) -> torch.dtype:
         """Return the half precision that messages have."""

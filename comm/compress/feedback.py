@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.entries import all_finite, rounded, to_message
+from ..net.entries import all_finite, check_residual, rounded, to_message
 from ..ops.spread import murmur
 from .compressor import Compressor, Sparsifier
 
@@ -59,11 +59,7 @@ class Memory(ABC):
         seed = int(murmur(torch.tensor([step]), zlib.crc32(key.encode())))
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         kept = tuple(tensor.to(wide.device) for tensor in self._kept.get(key, ())) or self._empty(wide)
-        if kept[0].shape != wide.shape or kept[0].dtype != wide.dtype:
-            raise CommError(
-                f"{key} has {wide.numel()} elements of {wide.dtype}, but {kept[0].numel()} of {kept[0].dtype} are "
-                f"remembered; load the state of the same model"
-            )
+        check_residual(key, kept[0], wide)
         message, self._kept[key] = self._compress(wide, dtype or gradient.dtype, kept, step, seed)
         self._before[key] = kept
         self._steps[key] = step + 1

@@ -46,12 +46,8 @@ class PowerSGD(Scheme):
         self._residuals: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
 
-    def reduce(self, key: str, gradient: Tensor) -> Tensor:
-        """Return the sum of what was sent, equal on all ranks."""
-        return self.reduce_together([(key, gradient)])[0]
-
     def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        """Return the sums, in two all-reduces for all of them."""
+        """Return the sums of what was sent, equal on all ranks, in two all-reduces for all of them."""
         dense = {key: each.to_dense() for key, each in gradients}
         low = {key: self._corrected(key, each) for key, each in dense.items() if self._is_low(each.shape)}
         before = {key: self._factor(key, matrix) for key, matrix in low.items()}

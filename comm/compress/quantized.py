@@ -61,7 +61,7 @@ class EightBits(Compressor):
         scales, codes = self._parts(message, numel)
         return dequantize(codes, scales, numel, block=self.block).to(dtype)
 
-    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
+    def message_bytes(self, numel: int) -> int:
         """Return the size of messages."""
         return torch.float32.itemsize * scale_count(numel, self.block) + numel
 
@@ -105,17 +105,14 @@ class TwoStep(RoundScheme):
 
     def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
         """Sum what was sent, equal on all ranks; a sparse gradient is dense on the way."""
-        if gradient.is_sparse:
-            dense = yield from self.rounds(key, gradient.to_dense())
-            return laid_out(dense, gradient)
         if gradient.numel() == 0:
             return gradient
-        flat, rank, size = gradient.reshape(-1), self.transport.rank, self.transport.size
+        flat, rank, size = gradient.to_dense().reshape(-1), self.transport.rank, self.transport.size
         numel, dtype, block = flat.numel(), flat.dtype, self._compressor.block
         blocks = scale_count(numel, block)
         bounds = [min(numel, blocks * share // size * block) for share in range(size + 1)]
         numels = [end - start for start, end in pairwise(bounds)]
-        sizes_bytes = [self._compressor.message_bytes(share, dtype) for share in numels]
+        sizes_bytes = [self._compressor.message_bytes(share) for share in numels]
 
         message, seed = self._own.compress(key, flat)
         shares = yield from all_to_all(
@@ -135,7 +132,7 @@ class TwoStep(RoundScheme):
         )
         self._own.undo_unless_finite([key], total)
         self._sums.undo_unless_finite([key], total)
-        return total.view(gradient.shape)
+        return laid_out(total.view(gradient.shape), gradient)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what both roundings took away."""

@@ -58,9 +58,9 @@ def best_fusion(
 ) -> FoundFusion:
     """Return the strategy with the least iteration time found, and what none beats; the same if the search could end.
 
-    Of two groupings of a prefix one can be left out if the other is no worse in everything that the rest can notice:
-    what encoding it took, when its communication ends, when its decoding ends. It is also left out if a bound on the
-    rest says that it cannot beat the best strategy known, and so are groups in which nothing can.
+    Of two groupings of a prefix one can be left out if the other is no worse in everything that the rest depends on:
+    what encoding and decoding it took, when its communication ends, when its decoding ends. It is also left out if a
+    bound on the rest says that it cannot beat the best strategy known.
 
     The search first keeps few groupings of each prefix, the most promising ones, and then more. What it drops without
     proof has a bound as well: nothing takes less than the least of these, or than the strategy found. A tensor that is
@@ -106,6 +106,7 @@ class Bounds:
         encode: Of each group [kind, start, end] of the tensors start … end - 1.
         send: Of each group.
         decode: Of each group.
+        barred: Groups that are left out.
     """
 
     def __init__(self, problem: FusionProblem, kinds: Sequence[bool]) -> None:
@@ -113,7 +114,7 @@ class Bounds:
         self.backward: Floats = np.array(problem.backward_s)
         self.size_bytes: Floats = np.array(problem.size_bytes)
         self.encode, self.send, self.decode = np.stack([problem.costs(kind) for kind in kinds], axis=1)
-        self._barred: NDArray[np.bool_] = np.zeros(self.send.shape, dtype=bool)
+        self.barred: NDArray[np.bool_] = np.zeros(self.send.shape, dtype=bool)
         # Where a climb begins: weights that are all the same.
         count = len(self)
         self._top = float(np.log(count * (count + 1) / 2)), np.zeros(count), np.zeros(count)
@@ -127,9 +128,9 @@ class Bounds:
         """Return the same without groups of other kinds that have a tensor; its climb goes on from here."""
         found = copy(self)
         found._steps = _FURTHER_STEPS
-        found._barred = self._barred.copy()
+        found.barred = self.barred.copy()
         others = [other for other in range(len(self.kinds)) if other != kind]
-        found._barred[others, : tensor + 1, tensor + 1 :] = True
+        found.barred[others, : tensor + 1, tensor + 1 :] = True
         return found
 
     def mean(self, device: float, encoding: Floats, sending: Floats) -> Floats:
@@ -139,7 +140,7 @@ class Bounds:
         mean += self.send * (sending[:, None] - leaving)
         mean += self.decode * (1.0 - sending[None, :])
         mean += self.backward * (entering - leaving)
-        mean[self._barred] = np.inf
+        mean[self.barred] = np.inf
         return mean
 
     def proven(self, device: float, encoding: Floats, sending: Floats) -> Weights:
@@ -164,15 +165,6 @@ class Bounds:
             bound_s=float(device * self.backward[-1] + rest[0]),
             strategy=tuple(groups),
         )
-
-    def through(self, weights: Weights) -> Floats:
-        """Return what strategies with a group take at least [kind, start, end]."""
-        mean = self.mean(weights.device, weights.encoding, weights.sending)
-        least, before = mean.min(axis=0), np.zeros(len(self) + 1)
-        before[0] = weights.device * self.backward[-1]
-        for end in range(1, len(self) + 1):
-            before[end] = (before[:end] + least[:end, end]).min()
-        return mean + before[:, None] + weights.rest
 
     def single_paths(self) -> list[Weights]:
         """Return what single paths prove: the device alone, the network from the first group on, the last group's."""
@@ -245,7 +237,6 @@ class _Branch:
         bounds: What their groups cost.
         bound_s: None of them takes less.
         width: How many labels of a prefix to keep when it is their turn.
-        through: What each of them with a group takes at least [kind, start, end].
         effort: What it took to find the bounds, in groupings.
         strategies: Some of them.
     """
@@ -258,7 +249,6 @@ class _Branch:
         self.effort = len(climbed) * len(bounds) ** 2 * _CLIMBING
         climbed.sort(key=lambda weights: -weights.bound_s)
         self.bound_s = max(bound_s, climbed[0].bound_s)
-        self.through = np.max([bounds.through(weights) for weights in climbed[:2]], axis=0)
         weights = [*climbed[:_WEIGHINGS], *bounds.single_paths()]
         device = np.array([each.device for each in weights])[:, None]
         encoding, sending = (np.stack([getattr(each, name) for each in weights]) for name in ("encoding", "sending"))
@@ -294,11 +284,8 @@ class _Search:
     def __init__(self, problem: FusionProblem, kinds: Sequence[bool], known: Iterable[Strategy]) -> None:
         self._problem, self._count = problem, len(problem)
         self._bounds = Bounds(problem, kinds)
-        tensors = ([Group(index, index + 1, kind) for kind in kinds] for index in range(self._count))
-        quickest = tuple(min(groups, key=lambda group: sum(problem.costs_s(group))) for groups in tensors)
         starts = [
             *known,
-            quickest,
             *(each for kind in kinds for each in all_bucketed(problem.size_bytes, compressed=kind)),
         ]
         self._best = min(starts, key=problem.finish_s)
@@ -348,7 +335,7 @@ class _Search:
         labels: list[Floats] = [np.zeros((4, 1))]
         trail: list[tuple[Indices, Indices, Indices]] = []
         for end in range(1, self._count + 1):
-            kinds, starts = np.nonzero(branch.through[:, :end, end] < self._limit_s)
+            kinds, starts = np.nonzero(~branch.bounds.barred[:, :end, end])
             counts = np.array([labels[start].shape[1] for start in starts], dtype=np.intp)
             before = np.concatenate([np.zeros((4, 0)), *(labels[start] for start in starts)], axis=1)
             group = np.repeat(np.arange(len(starts)), counts)
@@ -367,7 +354,7 @@ class _Search:
                     dropped_s = min(dropped_s, float(least_s[keep[most]]))
                     keep = keep[:most]
                 if most > width:
-                    keep = keep[pareto(self._felt(new[:, keep], end).T, self._limit_s * _ROUNDING)]
+                    keep = keep[pareto(new[:, keep].T, self._limit_s * _ROUNDING)]
             labels.append(new[:, keep])
             firsts = counts.cumsum() - counts
             trail.append((kinds[group[keep]], starts[group[keep]], keep - firsts[group[keep]]))
@@ -400,15 +387,3 @@ class _Search:
             sent_s = np.maximum(sent_s, self._bounds.backward[end + 1] + encoding_s)
             np.maximum(least, branch.least_s(np.stack([encoding_s, sent_s, decoded_s, decoding_s]), end), out=least)
         return least
-
-    def _felt(self, labels: Floats, end: int) -> Floats:
-        """Return what the rest can notice of each label: times that it cannot use are raised to those that it can.
-
-        Communication goes on when the next tensor is encoded at the earliest, and decoding that ends before all
-        computation does is not felt.
-        """
-        encoding_s, sent_s, decoded_s, decoding_s = labels
-        computing_s = encoding_s + decoding_s
-        sent_s = np.maximum(sent_s, self._bounds.backward[min(end + 1, self._count)] + encoding_s)
-        decoded_s = np.maximum(decoded_s, self._bounds.backward[-1] + computing_s)
-        return np.stack([encoding_s, computing_s, sent_s, decoded_s])

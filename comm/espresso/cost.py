@@ -105,11 +105,11 @@ class Costs:
         calls = 1 if self._cluster.compressor.batched else holding.pieces
         call_bytes = holding.region * self._sizes_bytes / calls
         if isinstance(step, Comp):
-            return calls * coder.compress.over(call_bytes)
+            return calls * coder.compress(call_bytes)
         if self._cluster.compressor.batched:
-            return coder.decompress.over(call_bytes) + coder.accumulate.over((holding.messages - 1) * call_bytes)
-        further = (holding.messages - 1) * coder.accumulate.over(call_bytes)
-        return calls * (coder.decompress.over(call_bytes) + further)
+            return coder.decompress(call_bytes) + coder.accumulate((holding.messages - 1) * call_bytes)
+        further = (holding.messages - 1) * coder.accumulate(call_bytes)
+        return calls * (coder.decompress(call_bytes) + further)
 
     def _comm(self, step: Comm, holding: Holding) -> tuple[Resource | None, Array]:
         cluster, participants = self._cluster, self._participants(step.phase)
@@ -124,7 +124,7 @@ class Costs:
             link = cluster.flat or link
         cost, sharing = self._of(link, step), holding.senders if step.phase is Phase.INTER else 1
         if isinstance(cost, Table):
-            return resource, cost.over(sharing * held_bytes)
+            return resource, cost(sharing * held_bytes)
         short = is_short(step.routine, participants, held_bytes, self._at_once_bytes(step, link))
         costs = zip(self._load(step, link, short=True), self._load(step, link, short=False), strict=True)
         startups_s, s_per_byte = (np.where(short, *each) for each in costs)

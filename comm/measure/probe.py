@@ -34,17 +34,15 @@ PROBED_COMPRESSED = (Routine.ALL_GATHER, Routine.ALL_TO_ALL, Routine.GATHER, Rou
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoderPoints:
-    """What a compressor takes, medians in seconds, for tensors of `sizes_bytes` dense bytes.
+    """What a compressor takes, medians in seconds for each size of a tensor.
 
     Attributes:
-        sizes_bytes: Of float32 tensors, ascending.
         compress: With error feedback.
         decompress: Of one message into zeros.
         accumulate: Of one more message onto the sum.
         ratio: Message bytes over dense bytes, of the largest tensor.
     """
 
-    sizes_bytes: tuple[int, ...]
     compress: tuple[float, ...]
     decompress: tuple[float, ...]
     accumulate: tuple[float, ...]
@@ -56,9 +54,9 @@ def probe_coder(
     sizes_bytes: Sequence[int],
     *,
     device: torch.device | str,
+    transport: Transport,
     gradients_on: torch.device | str | None = None,
     repeats: int = 10,
-    transport: Transport | None = None,
 ) -> CoderPoints:
     """Return what `compressor` takes on `device` for made-up gradients, one after the other as in `probe_link`.
 
@@ -66,10 +64,10 @@ def probe_coder(
         compressor: What is measured.
         sizes_bytes: Of float32 gradients, ascending.
         device: Where it works.
-        gradients_on: Where gradients and messages are, if elsewhere: what is copied from there and back counts too.
-        repeats: As of `probe_link`.
         transport: Its ranks do the same at the same time, as in training, where they may share processors; the slowest
             counts.
+        gradients_on: Where gradients and messages are, if elsewhere: what is copied from there and back counts too.
+        repeats: As of `probe_link`.
     """
     home = torch.device(device if gradients_on is None else gradients_on)
 
@@ -97,7 +95,6 @@ def probe_coder(
 
     compress, decompress, accumulate, ratios = zip(*map(seconds, sizes_bytes), strict=True)
     return CoderPoints(
-        sizes_bytes=tuple(sizes_bytes),
         compress=compress,
         decompress=decompress,
         accumulate=accumulate,
@@ -140,27 +137,22 @@ def probe_link(
                 dense = None if waits else tensor
                 carry_dense(routine, dense, transport, root=0, numel=tensor.numel(), dtype=tensor.dtype)
             else:
-                alike = compressor.message_bytes(tensor.numel(), tensor.dtype) is not None
                 pieces = None if waits else _pieces(tensor, transport.size if routine is Routine.ALL_TO_ALL else 1)
-                carry_pieces(routine, pieces, transport, root=0, alike=alike)
+                carry_pieces(routine, pieces, transport, root=0, alike=compressor.fixed_size)
 
         found.append(_mean_s(call, device=transport.device, repeats=repeats, transport=everyone or transport))
     return tuple(found)
 
 
-def _mean_s(
-    work: Callable[[], object], *, device: torch.device, repeats: int, transport: Transport | None = None
-) -> float:
+def _mean_s(work: Callable[[], object], *, device: torch.device, repeats: int, transport: Transport) -> float:
     """Return the seconds of `work` when it is done again and again, all ranks beginning together; the slowest counts.
 
     The median of `repeats` batches.
     """
 
     def batch_s(count: int) -> float:
-        if transport is not None:
-            _greatest_s(transport, 0.0)
-        seconds = _seconds(lambda: [work() for _ in range(count)], device)
-        return seconds if transport is None else _greatest_s(transport, seconds)
+        _greatest_s(transport, 0.0)
+        return _greatest_s(transport, _seconds(lambda: [work() for _ in range(count)], device))
 
     once_s = min(batch_s(1), batch_s(1))  # the first one allocates, and compiles kernels
     count = max(1, min(_GREATEST_BATCH, round(_BATCH_S / once_s)))

@@ -148,11 +148,6 @@ def joined(lists: Sequence[Coo]) -> Coo:
     )
 
 
-def write_dense(entries: Coo, dense: Tensor) -> None:
-    """Give the flat `dense`, of the dtype of the values, these elements and zeros elsewhere."""
-    add_to(dense.zero_(), entries)
-
-
 def copied(exact: Tensor, room: Tensor) -> Tensor:
     """Return a copy of `exact`: in `room`, a tensor of its shape, if that has its dtype."""
     # Memory that is new costs a page fault for each page, on a CPU more than the copy itself.

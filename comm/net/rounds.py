@@ -1,6 +1,6 @@
 """Sums as generators of the rounds in which ranks exchange messages, so that those of several gradients go together."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -119,16 +119,12 @@ def carry_out(transport: Transport, runs: Sequence[Rounds[T]]) -> list[T]:
     return [results[index] for index in range(len(runs))]
 
 
-class RoundScheme(Scheme):
+class RoundScheme(Scheme, ABC):
     """A scheme whose sums are rounds, in which gradients that come together send what they have to send together."""
 
     @abstractmethod
     def rounds(self, key: str, gradient: Tensor) -> Rounds[Tensor]:
         """Yield the rounds of `reduce`, and return what it returns."""
-
-    def reduce(self, key: str, gradient: Tensor) -> Tensor:
-        """Return the sum over all ranks."""
-        return self.reduce_together([(key, gradient)])[0]
 
     def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """Return the sums, in as many rounds as the gradient has that needs most; each is what it would be alone."""

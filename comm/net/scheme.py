@@ -35,8 +35,8 @@ class Reduction(ABC):
         """Yield what the next stage reads."""
 
 
-class Scheme(ABC):
-    """Sums gradients over all ranks of a transport.
+class Scheme:
+    """Sums gradients over all ranks of a transport; has its own `reduce` or `reduce_together`.
 
     All ranks call `reduce` for the same keys in the same order. What a scheme remembers between steps (residuals,
     seeds, adaptive sizes) is kept by key and is part of its state dict, so that a restored run goes on bit for bit.
@@ -54,7 +54,6 @@ class Scheme(ABC):
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
 
-    @abstractmethod
     def reduce(self, key: str, gradient: Tensor) -> Tensor:
         """Return the sum of `gradient` over all ranks, equal on all of them.
 
@@ -65,6 +64,7 @@ class Scheme(ABC):
         Returns:
             A tensor of the shape, dtype and device of `gradient`; may be `gradient` itself.
         """
+        return self.reduce_together([(key, gradient)])[0]
 
     def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """Return what `reduce` returns for each of these keys and gradients; some schemes need fewer rounds for all.

@@ -129,7 +129,7 @@ class Transport:
         def swap_s(size_bytes: int) -> float:
             message = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device)
             began_s = time.perf_counter()
-            self.swap(message, to=ahead, source=behind, size_bytes=size_bytes)
+            self.exchange({ahead: message}, [behind], sizes_bytes={behind: size_bytes})
             return time.perf_counter() - began_s
 
         swap_s(_PROBE_BYTES)  # makes connections, and takes what a link lets pass at once after a pause
@@ -305,11 +305,6 @@ class Transport:
         """Return the bytes of all ranks, in their order; of any length, but at least one."""
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         return [bytes(message.cpu().numpy()) for message in self.send_to_all(own)]
-
-    def swap(self, message: Tensor, *, to: int, source: int, size_bytes: int | None = None) -> Tensor:
-        """Send `message` to rank `to` while receiving one from rank `source`."""
-        known = None if size_bytes is None else {source: size_bytes}
-        return self.exchange({to: message}, [source], sizes_bytes=known)[source]
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor` over all ranks in place with the library's own all-reduce; Gloo gathers a sparse one."""

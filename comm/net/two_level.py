@@ -34,13 +34,8 @@ class TwoLevel(Scheme):
         """The name of the scheme between hosts."""
         return self.between.name
 
-    def reduce(self, key: str, gradient: Tensor) -> Tensor:
-        """Return the sum over all ranks of all hosts."""
-        (total,) = self.reduce_together([(key, gradient)])
-        return total
-
     def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        """Return what `reduce` returns for each; between hosts they go together."""
+        """Return the sums over all ranks of all hosts; between hosts they go together."""
         cuts = {key: _HostShares(gradient, self.within.size) for key, gradient in gradients if gradient.numel()}
         shares = [(key, cut.share(reduce_scatter(self.within, cut.parts()))) for key, cut in cuts.items()]
         sums = dict(zip(cuts, self.between.reduce_together(shares), strict=True))

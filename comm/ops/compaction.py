@@ -50,14 +50,9 @@ def _write_reaching(bits: NDArray[Any], threshold: int, indices: NDArray[np.int3
     return place if place <= last else -1
 
 
-def count_reaching(elements: Tensor, threshold: int) -> int:
-    """Return how many elements of a CPU tensor have bits of a magnitude of `threshold` or more."""
-    return int(_count_reaching(host_bits(elements), threshold))
-
-
 def reaching(elements: Tensor, threshold: int, most: int) -> tuple[Tensor, Tensor] | None:
     """Return indices and values of those elements of a CPU tensor; None if they are more than `most`."""
-    count = most if most * _FEW < elements.numel() else count_reaching(elements, threshold)
+    count = most if most * _FEW < elements.numel() else int(_count_reaching(host_bits(elements), threshold))
     if count > most:
         return None
     indices = torch.empty(count + _BLOCK, dtype=torch.int32)

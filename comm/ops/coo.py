@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .compaction import count_reaching, mark, marked, reaching
+from .compaction import mark, marked, reaching
 from .kernels import check_list, check_numel, check_range, flat
 from .op import Op
 
@@ -14,8 +14,8 @@ class Coo(NamedTuple):
     """A sparse tensor.
 
     Attributes:
-        indices: Where values stand in row-major order, int32.
-        values: What stands there, as many.
+        indices: Where values stand in row-major order, int32; or which blocks are given, of a tensor cut into blocks.
+        values: What stands there, as many; or [indices, block], behind the tensor's end zeros.
     """
 
     indices: Tensor
@@ -39,7 +39,7 @@ def _encode_reference(elements: Tensor) -> Coo:
 
 
 def _encode_cpu(elements: Tensor) -> Coo:
-    found = reaching(elements, 1, count_reaching(elements, 1))
+    found = reaching(elements, 1, elements.numel())
     assert found is not None
     return Coo(*found)
 
@@ -55,13 +55,14 @@ coo_encode = Op(name="coo_encode", check=_check_encode, reference=_encode_refere
 def coo_decode(indices: Tensor, values: Tensor, numel: int) -> Tensor:
     """Return the dense 1-D tensor of `numel` elements that has `values` at `indices` and zeros elsewhere.
 
-    Indices may come in any order, none twice.
+    Indices may come in any order, none twice. Values with two dimensions are blocks, indices theirs.
 
     Raises:
         OpError: The lists do not belong together or do not fit `numel`.
     """
     check_numel("coo_decode", numel)
-    check_list("coo_decode", indices, values)
-    check_range("coo_decode", indices, numel)
-    dense = torch.zeros(numel, dtype=values.dtype, device=values.device)
-    return dense.index_copy_(0, indices.long(), values.detach())
+    check_list("coo_decode", indices, values, most_dims=2)
+    count = -(-numel // values.shape[1:].numel())
+    check_range("coo_decode", indices, count)
+    dense = torch.zeros(count, *values.shape[1:], dtype=values.dtype, device=values.device)
+    return dense.index_copy_(0, indices.long(), values.detach()).view(-1)[:numel]

@@ -38,11 +38,11 @@ def check_numel(name: str, numel: int) -> None:
         raise OpError(f"{name}: {numel} elements are not between 0 and {MAX_NUMEL}; split the tensor")
 
 
-def check_list(name: str, indices: Tensor, values: Tensor | None = None) -> None:
-    """Raise OpError unless `indices` is a list of int32, and `values` has as many elements."""
+def check_list(name: str, indices: Tensor, values: Tensor | None = None, *, most_dims: int = 1) -> None:
+    """Raise OpError unless `indices` is a list of int32, and `values` has as many elements, or rows if it may."""
     if indices.dtype != torch.int32 or indices.dim() != 1:
         raise OpError(f"{name}: indices are 1-D int32, these are {indices.dim()}-D {indices.dtype}; convert them")
-    if values is not None and values.shape != indices.shape:
+    if values is not None and (values.shape[:1] != indices.shape or values.dim() > most_dims):
         raise OpError(f"{name}: {indices.numel()} indices come with values of shape {tuple(values.shape)}; pass pairs")
 
 

@@ -142,11 +142,6 @@ class Spread:
         stripes = positions.long()
         return (stripes * self.parts + (part - self._rotations(stripes)) % self.parts).int()
 
-    def check_part(self, part: int) -> None:
-        """Raise OpError unless there is such a part."""
-        if not 0 <= part < self.parts:
-            raise OpError(f"part {part} is none of the {self.parts} parts; number them from 0")
-
     def _rotation(self, stripe: int) -> int:
         return (_murmur(stripe, self.seed) * self.parts) >> 32
 

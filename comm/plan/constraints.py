@@ -1,7 +1,7 @@
 """What users may rule out of the decision tree (Espresso, Section 4.2.2), and the restricted trees of the paper."""
 
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from typing import Final
 
 from .tree import Device, Option, Phase, Role, all_options
 
@@ -68,22 +68,20 @@ def same_device(option: Option) -> bool:
     return len(option.devices) <= 1
 
 
-CONSTRAINTS: Mapping[str, Constraint] = MappingProxyType(
-    {
-        "uncompressed": uncompressed,
-        "compressed": compressed,
-        "gpu-only": gpu_only,
-        "cpu-only": cpu_only,
-        "flat": flat,
-        "hierarchical": hierarchical,
-        "divisible": divisible,
-        "indivisible": indivisible,
-        "rootless": rootless,
-        "dense-in-hosts": dense_in_hosts,
-        "compress-once": compress_once,
-        "same-device": same_device,
-    }
-)
+CONSTRAINTS: Final[Mapping[str, Constraint]] = {
+    "uncompressed": uncompressed,
+    "compressed": compressed,
+    "gpu-only": gpu_only,
+    "cpu-only": cpu_only,
+    "flat": flat,
+    "hierarchical": hierarchical,
+    "divisible": divisible,
+    "indivisible": indivisible,
+    "rootless": rootless,
+    "dense-in-hosts": dense_in_hosts,
+    "compress-once": compress_once,
+    "same-device": same_device,
+}
 
 
 def allowed(names: Iterable[str]) -> tuple[Option, ...]:

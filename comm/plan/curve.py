@@ -3,11 +3,14 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .fields import FileFields
+
+Sizes = TypeVar("Sizes", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,12 +20,8 @@ class Affine:
     alpha_s: float
     beta_s_per_byte: float
 
-    def __call__(self, size_bytes: float) -> float:
-        """Return the seconds that one operation on `size_bytes` takes."""
-        return self.alpha_s + self.beta_s_per_byte * size_bytes
-
-    def over(self, sizes_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds for each of many sizes."""
+    def __call__(self, sizes_bytes: Sizes) -> Sizes:
+        """Return the seconds that operations on these sizes take."""
         return self.alpha_s + self.beta_s_per_byte * sizes_bytes
 
 
@@ -36,28 +35,17 @@ class Table:
     sizes_bytes: tuple[float, ...]
     seconds: tuple[float, ...]
 
-    def __call__(self, size_bytes: float) -> float:
-        """Return the seconds that one operation on `size_bytes` takes."""
-        return float(self.over(np.array(size_bytes)))
-
-    def over(self, sizes_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the seconds for each of many sizes."""
+    def __call__(self, sizes_bytes: Sizes) -> Sizes:
+        """Return the seconds that operations on these sizes take."""
         inside = np.interp(sizes_bytes, self.sizes_bytes, self.seconds)
-        beyond = np.maximum(sizes_bytes - self.sizes_bytes[-1], 0.0)
-        return np.asarray(inside + self._beyond() * beyond, dtype=np.float64)
-
-    def _slope(self, upper: int) -> float:
-        """Return the seconds for each further byte below a point."""
-        seconds = self.seconds[upper] - self.seconds[upper - 1]
-        return seconds / (self.sizes_bytes[upper] - self.sizes_bytes[upper - 1])
+        seconds: Sizes = inside + self._beyond() * np.maximum(sizes_bytes - self.sizes_bytes[-1], 0.0)
+        return seconds
 
     def _beyond(self) -> float:
         """Return the seconds for each further byte above the last point."""
-        if len(self.seconds) == 1:
-            return 0.0
-        if (last := self._slope(len(self.seconds) - 1)) > 0:
-            return last
-        return max(0.0, (self.seconds[-1] - self.seconds[0]) / (self.sizes_bytes[-1] - self.sizes_bytes[0]))
+        before = zip(self.sizes_bytes[:-1], self.seconds[:-1], strict=True)
+        slopes = [(self.seconds[-1] - seconds) / (self.sizes_bytes[-1] - size) for size, seconds in before]
+        return next((slope for slope in (*slopes[-1:], *slopes[:1]) if slope > 0), 0.0)
 
 
 Curve = Affine | Table

@@ -135,6 +135,10 @@ class Option:
         return tuple(step for step in self.steps if isinstance(step, Comm))
 
 
+_COMPS = [Comp(device=device) for device in Device]
+_DECOMPS = [Decomp(device=device) for device in Device]
+
+
 class Meeting(NamedTuple):
     """A collective of a scheme: who takes part, what it is of its scheme, and whether that has a root."""
 
@@ -199,29 +203,19 @@ def parse(text: str) -> Option:
 def walk(meetings: Sequence[Meeting], *, compressed: bool) -> Iterator[Steps]:
     """Yield all ways through these collectives to the sum, from dense or compressed data on."""
     if not meetings:
-        yield from product(_decomps()) if compressed else [()]
+        yield from product(_DECOMPS) if compressed else [()]
         return
     meeting, *rest = meetings
     recoded: list[tuple[Steps, bool]] = [((), compressed)]
     if compressed:
-        recoded += [((decomp,), False) for decomp in _decomps()]
+        recoded += [((decomp,), False) for decomp in _DECOMPS]
     # Compressed data is summed up before it is compressed again.
-    summed = product(_decomps()) if compressed else [()]
-    recoded += [((*steps, comp), True) for steps, comp in product(summed, _comps())]
+    summed = product(_DECOMPS) if compressed else [()]
+    recoded += [((*steps, comp), True) for steps, comp in product(summed, _COMPS)]
     for before, is_compressed in recoded:
         comm = _comm(meeting.phase, meeting.role, _ROUTINES[meeting.role][meeting.rooted][is_compressed], is_compressed)
         for after in walk(rest, compressed=is_compressed):
             yield (*before, comm, *after)
-
-
-@cache
-def _comps() -> tuple[Comp, ...]:
-    return tuple(Comp(device=device) for device in Device)
-
-
-@cache
-def _decomps() -> tuple[Decomp, ...]:
-    return tuple(Decomp(device=device) for device in Device)
 
 
 @cache

@@ -57,12 +57,8 @@ class Dgc(Scheme):
             warm_up_steps=warm_up_steps,
         )
 
-    def reduce(self, key: str, gradient: Tensor) -> Tensor:
-        """Return the sum over all ranks of what each has selected."""
-        return self.reduce_together([(key, gradient)])[0]
-
     def reduce_together(self, gradients: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        """Return what `reduce` returns for each; they go together through the scheme that sums."""
+        """Return the sums over all ranks of what each has selected; they go together through the scheme that sums."""
         sums = self.between.reduce_together([(key, self._chosen(key, gradient)) for key, gradient in gradients])
         totals = []
         for (key, each), total in zip(gradients, sums, strict=True):

@@ -145,7 +145,6 @@ class _Run(Reduction):
         self._remembered: list[str] = []
         self._option, self._steps = option, option.steps
         self._dtype, self._device, self._shape = gradient.dtype, gradient.device, gradient.shape
-        self._alike = memory.compressor.message_bytes(gradient.numel(), gradient.dtype) is not None
         self._begun, self._prepared, self._communicated, self._settled = self._ends()
         flat = gradient.reshape(-1)
         scatters = (step.phase for step in option.comms if step.routine in _SCATTERING)
@@ -230,7 +229,8 @@ class _Run(Reduction):
         if step.compressed:
             assert not isinstance(held, Tensor)
             parts_differ = step.routine is Routine.ALL_GATHER and step.role is not Role.WHOLE
-            return carry_pieces(step.routine, held, transport, root=root, alike=self._alike, parts_differ=parts_differ)
+            fixed = self._memory.compressor.fixed_size
+            return carry_pieces(step.routine, held, transport, root=root, alike=fixed, parts_differ=parts_differ)
         assert not isinstance(held, Pieces)
         # Of a part that is broadcast this rank had as many elements, before one rank went on for all.
         return carry_dense(step.routine, held, transport, root=root, numel=self._numel, dtype=self._dtype)

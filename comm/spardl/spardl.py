@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..net.entries import copied, from_message, joined, kept_count, size_bytes, to_message, write_dense
+from ..net.entries import add_to, copied, from_message, joined, kept_count, size_bytes, to_message
 from ..net.rounds import Rounds, bruck_gather
 from ..net.transport import Transport
 from ..ops.coo import Coo
@@ -91,7 +91,7 @@ class SparDL(SparseScheme):
         final = yield from self._gather_blocks(mine, blocks, dtype)
 
         residual = self._residual(accumulated, work, selected, final)
-        write_dense(final, total)
+        add_to(total.zero_(), final)
         memory = self._setup | {"width": None if width is None else asdict(width)}
         return Synchronized(values=final.values, residual=residual, memory=memory)
 

@@ -67,7 +67,7 @@ class SparseScheme(RoundScheme):
 
     def _accumulated(self, key: str, flat: Tensor) -> Tensor:
         """Return gradient and residual together, in memory of its own."""
-        exact = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        exact = torch.promote_types(flat.dtype, torch.float32)
         residual = self._residuals.get(key)
         if residual is None:
             return flat.to(exact, copy=True)

@@ -73,22 +73,15 @@ def decode(messages: Sequence[Tensor], lengths: Sequence[int], *, width: int, dt
         MessageError: One is not such a message.
     """
     try:
-        return [
-            _decode(message, length, width, dtype)
-            if message.numel()
-            else _nothing(message.device, length, width, dtype)
-            for message, length in zip(messages, lengths, strict=True)
-        ]
+        return [_decode(message, length, width, dtype) for message, length in zip(messages, lengths, strict=True)]
     except OpError as error:
         raise MessageError(f"a message came that is not a matrix: {error}") from error
 
 
-def _nothing(device: torch.device, length: int, width: int, dtype: torch.dtype) -> Sparse:
-    indices = torch.empty(0, dtype=torch.int32, device=device)
-    return Sparse(indices=indices, values=indices.new_empty(0, width, dtype=dtype), length=length)
-
-
 def _decode(message: Tensor, length: int, width: int, dtype: torch.dtype) -> Sparse:
+    if not message.numel():
+        indices = torch.empty(0, dtype=torch.int32, device=message.device)
+        return Sparse(indices=indices, values=message.new_empty(0, width, dtype=dtype), length=length)
     row_bytes, size, form = width * dtype.itemsize, message.numel() - _TAG_BYTES, int(message[-1])
     tag = (torch.uint8, _TAG_BYTES)
     if form == Format.COO:

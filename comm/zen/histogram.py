@@ -8,6 +8,7 @@ from numba import cuda
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..errors import OpError
 from ..ops.kernels import CudaKernel, bits, check_list, check_range, cpu_kernel, host, host_bits
 from ..ops.op import Op
 from ..ops.spread import Spread, count_owners, index_cuda, owner_cuda, write_indices
@@ -126,7 +127,8 @@ def _check_indices(positions: Tensor, spread: Spread, part: int) -> tuple[Tensor
     Raises:
         OpError: There is no such part, or a position is not of it.
     """
-    spread.check_part(part)
+    if not 0 <= part < spread.parts:
+        raise OpError(f"part {part} is none of the {spread.parts} parts; number them from 0")
     check_list("indices_at", positions)
     check_range("indices_at", positions, spread.size(part))
     return positions, spread, part

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError
-from ..ops.block import block_decode, block_encode
+from ..ops.block import block_encode
 from ..ops.coo import coo_decode, coo_encode
 from ..ops.scatter import coo_add, scatter_add
 
@@ -64,11 +64,8 @@ def compress(gradient: Tensor, width: int = 1) -> Sparse:
     """
     if gradient.is_sparse:
         return _compress_coo(gradient, width)
-    if width == 1:
-        indices, values = coo_encode(gradient)
-        return Sparse(indices=indices, values=values.view(-1, 1), length=gradient.numel())
-    ids, data = block_encode(gradient, width)
-    return Sparse(indices=ids, values=data, length=-(-gradient.numel() // width))
+    indices, values = coo_encode(gradient) if width == 1 else block_encode(gradient, width)
+    return Sparse(indices=indices, values=values.view(-1, width), length=-(-gradient.numel() // width))
 
 
 def _compress_coo(gradient: Tensor, width: int) -> Sparse:
@@ -89,9 +86,8 @@ def expand(sparse: Sparse, like: Tensor) -> Tensor:
     """Return the matrix, whose indices may be in any order, as a tensor of the shape and layout of `like`."""
     if like.is_sparse:
         return _expand_coo(sparse, like)
-    if sparse.width == 1:
-        return coo_decode(sparse.indices, sparse.values.view(-1), like.numel()).view(like.shape)
-    return block_decode(sparse.indices, sparse.values, like.numel()).view(like.shape)
+    # Single elements are put back faster as a list than as rows of one.
+    return coo_decode(sparse.indices, sparse.values.squeeze(1), like.numel()).view(like.shape)
 
 
 def _expand_coo(sparse: Sparse, like: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Zen: sparse gradients over balanced parallelism, or in one piece where they hardly overlap (thesis 3.3)."""
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
@@ -8,17 +7,17 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..errors import CommError, MessageError
+from ..errors import CommError
+from ..net.alike import check_alike
 from ..net.rounds import Rounds, RoundScheme, all_to_all
 from ..net.scheme import Dense
-from ..net.transport import Transport, from_bytes, to_bytes
+from ..net.transport import Transport, from_bytes
 from .partition import Balanced
 from .plan import Route, Rows, ZenPlan, decide
 from .routes import push_and_pull, sum_by_doubling, sum_by_gathering
 from .sparse import compress, expand, row_width
 
 _HOPELESS = 1 / 4
-_TERMS = ("shape", "dtype", "rows", "seed", "route", "profile_steps", "replan_steps")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,6 +54,9 @@ class Zen(RoundScheme):
     """
 
     name = "zen"
+
+    differs = frozenset({"_seen"})
+    """Attributes in which ranks may differ."""
 
     def __init__(
         self,
@@ -97,16 +99,19 @@ class Zen(RoundScheme):
         """Sum over all ranks; the order in which an element is added depends on the plan.
 
         Raises:
-            MessageError: The ranks' seeds, options or shapes differ (found at the first step of a key).
+            CommError: The ranks' seeds, options or shapes differ (found at the first step of a key).
         """
         if self.transport.size == 1 or gradient.numel() == 0:
             return gradient
-        seen = self._seen.setdefault(key, _Seen())
-        if self._route is None and seen.steps >= self._profile_steps + self._replan_steps:
+        seen = self._seen.get(key)
+        if seen is None:
+            for group in (self.transport, self.beside):
+                if group is not None:
+                    check_alike(group, **{key: f"{tuple(gradient.shape)} of {gradient.dtype}"}, zen=self)
+        if seen is None or (self._route is None and seen.steps >= self._profile_steps + self._replan_steps):
             seen = self._seen[key] = _Seen()
         if seen.plan is None and self._route is not None:
             width = max(self._widths(gradient)) if self._route != "dense" else 1
-            yield from self._agree(key, gradient, [])
             seen.plan = ZenPlan(route=self._route, width=width, received_bytes=0, reason="as was asked for")
         if seen.plan is None:
             return (yield from self._profile(key, gradient, seen))
@@ -131,14 +136,7 @@ class Zen(RoundScheme):
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed, rows, counts and plans."""
-        keys = {
-            key: {
-                "steps": seen.steps,
-                "counts": [list(counts) for counts in seen.counts],
-                "plan": None if seen.plan is None else asdict(seen.plan),
-            }
-            for key, seen in self._seen.items()
-        }
+        keys = {key: asdict(seen) for key, seen in self._seen.items()}
         return {"scheme": self.name, "seed": self._seed, "rows": list(self._rows), "keys": keys}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -170,7 +168,7 @@ class Zen(RoundScheme):
         """Sum this step in a way that shows the densities, and plan when enough of them are known."""
         own = compress(gradient)
         widths, numel = self._widths(gradient), gradient.numel()
-        counts = yield from self._agree(key, gradient, [_rows(own.indices, width) for width in widths])
+        counts = yield from self._greatest([_rows(own.indices, width) for width in widths])
         if counts[0] <= _HOPELESS * numel:
             total, sent = yield from sum_by_doubling(self.transport.rank, self.transport.size, own)
             result = expand(total, gradient)
@@ -181,7 +179,7 @@ class Zen(RoundScheme):
             result, rounds = self._dense.reduce(key, gradient), []
             total = compress(result)
         counts += [_rows(total.indices, width) for width in widths]
-        counts = yield from self._agree(key, gradient, counts + [count for round_ in rounds for count in round_])
+        counts = yield from self._greatest(counts + [count for round_ in rounds for count in round_])
         seen.steps += 1
         summed_at = len(widths)
         if counts[summed_at]:
@@ -202,45 +200,19 @@ class Zen(RoundScheme):
             )
         return result
 
-    def _agree(self, key: str, gradient: Tensor, counts: list[int]) -> Rounds[list[int]]:
-        """Return the greatest of each count over all ranks, after making sure that these sum the same thing.
+    def _greatest(self, counts: list[int]) -> Rounds[list[int]]:
+        """Return the greatest of each count over all ranks.
 
         Those beside are asked as well: a gradient of which one share is all-reduced with others, and another one is
         not, would let ranks wait for each other for ever.
         """
-        terms, own = self._terms(gradient), torch.tensor(counts, dtype=torch.int64)
-        message = to_bytes(terms, own).to(self.transport.device)
+        message = torch.tensor(counts, device=self.transport.device).view(torch.uint8)
         messages = yield from all_to_all(self.transport.rank, [message] * self.transport.size)
-        counts = _greatest(key, terms, messages)
+        found = torch.stack([from_bytes(each, (torch.int64, len(counts)))[0] for each in messages]).amax(0)
         if self.beside is not None:
-            message = to_bytes(terms, torch.tensor(counts, dtype=torch.int64)).to(self.beside.device)
-            counts = _greatest(key, terms, self.beside.send_to_all(message))
-        return counts
-
-    def _terms(self, gradient: Tensor) -> Tensor:
-        """Return, as int64, what has to be the same on all ranks, in the order of `_TERMS`."""
-        route = -1 if self._route is None else get_args(Route).index(self._route)
-        said = [zlib.crc32(repr(each).encode()) for each in (tuple(gradient.shape), gradient.dtype, self._rows)]
-        numbers = [*said, self._seed, route, self._profile_steps, self._replan_steps]
-        return torch.tensor(numbers, dtype=torch.int64)
-
-
-def _greatest(key: str, terms: Tensor, messages: Sequence[Tensor]) -> list[int]:
-    """Return the greatest of each count that the ranks sent after their terms.
-
-    Raises:
-        MessageError: Not all have these terms, or as many counts.
-    """
-    said = terms.tolist()
-    heard = [from_bytes(each, (torch.int64, each.numel() // 8))[0].tolist() for each in messages]
-    for rank, other in enumerate(heard):
-        differing = [name for name, one, two in zip(_TERMS, said, other, strict=False) if one != two]
-        if differing or len(other) != len(heard[0]):
-            raise MessageError(
-                f"{key}: rank {rank} has another {differing[0] if differing else 'number of rows'}; "
-                f"give all ranks the same model and options"
-            )
-    return [max(column) for column in zip(*(other[len(said) :] for other in heard), strict=True)]
+            found = self.beside.gather_numbers(found).amax(0)
+        greatest: list[int] = found.tolist()
+        return greatest
 
 
 def _rows(indices: Tensor, width: int) -> int:
