@@ -61,6 +61,21 @@ def test_peer_that_knows_the_secret_is_served(hosts: Hosts) -> None:
         assert (refused["ok"], refused["error"]) == (False, "SlotError")
 
 
+def test_idle_connections_are_asked_whether_their_hosts_still_live(hosts: Hosts) -> None:
+    """A host that loses its power sends no farewell: an hour of lost hosts left 50 descriptors behind."""
+    hosts.run("a")
+    with dial(peer_address(hosts, "a"), identity_of(hosts), have()) as sock:
+        assert wire.recv_message(sock) is not None
+        port = sock.getsockname()[1]
+
+        def timer() -> str:
+            lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+            (theirs,) = (line for line in lines if int(line[2].partition(":")[2], 16) == port)
+            return theirs[5].partition(":")[0]
+
+        wait_until(lambda: timer() == "02", timeout_s=30, what="the timer of keepalive (proc(5), tcp)")
+
+
 @pytest.mark.parametrize(
     "request_",
     [

@@ -43,6 +43,9 @@ _MANNERS = Manners(frame_bytes=_FRAME_BYTES, silent_s=3.0)
 _CONNECTIONS_PER_HOST = 16
 """A host's daemon has five, and may be restarted before the old ones are seen to break."""
 
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+"""Seconds without a byte until the kernel asks, between its questions, and how many may stay without an answer."""
+
 _CONNECTIONS = 4096
 _HANDSHAKE_S = 5.0
 _HANDSHAKES = 256
@@ -256,6 +259,10 @@ async def _bind(addr: str, ports: range) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections inherit it: a host that loses its power says no farewell, and nothing waits for an idle one.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
             sock.bind((address[0], port, *address[2:]))
         except OSError as error:
             sock.close()
