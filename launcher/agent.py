@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import click
 from torch.distributed.elastic.agent.server.api import (
@@ -296,10 +296,10 @@ class ResilientAgent(LocalElasticAgent):
         self._sum_up()
         if self._finished is not None:
             return self._succeeded(self._finished)
-        failure = self._rdzv.failure
+        failure, context = self._rdzv.failure, cast(Any, self._pcontext)
         if failure is None:
             if not self._broadcast_exit(worker_group):
-                return RunResult(state=WorkerState.HEALTHY)
+                context.wait = lambda _: None  # for torch's agent looks at more than exits
         elif self._is_told(failure):
             self._seen.add(failure.way)
             ordered = failure.host == self._rdzv.host and failure.kind in ORDERED_KINDS
@@ -314,6 +314,7 @@ class ResilientAgent(LocalElasticAgent):
         )
         with self._kept.while_closing(keep=restarts and self._may_keep()):
             result: RunResult = super()._monitor_workers(worker_group)
+        vars(context).pop("wait", None)
         if result.state == WorkerState.SUCCEEDED:
             return self._succeeded(result)
         failed = result.state in {WorkerState.FAILED, WorkerState.UNHEALTHY}
@@ -385,7 +386,7 @@ class ResilientAgent(LocalElasticAgent):
     def _broadcast_exit(self, worker_group: WorkerGroup) -> bool:
         """Announce a failed local worker to every host before torch's agent takes its time to stop its siblings.
 
-        Return whether torch's agent has something to see, and nothing that was not announced.
+        Return whether torch's agent may see exits: there is something to see, and nothing that was not announced.
         """
         if not isinstance(self._pcontext, SubprocessContext):
             return True

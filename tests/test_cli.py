@@ -359,6 +359,26 @@ def test_exit_codes_are_torchruns(program: str, tmp_path: Path, monkeypatch: pyt
     assert ends["default"][1].count("attempt") == (program == "exit 3"), "without a Checkpointer there is no other one"
 
 
+@pytest.mark.skipif(
+    not hasattr(LocalElasticAgent, "_check_uninterruptible_state_timeout"), reason="this torch does not look"
+)
+def test_worker_in_uninterruptible_sleep_is_seen_as_by_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT", "0.3")
+    # A process sleeps so in vfork until its child ends, and the child goes with it.
+    source = "import ctypes, os, time; me = os.getpid(); ctypes.CDLL(None).vfork()\n"
+    source += "while os.getppid() == me: time.sleep(0.05)\nos._exit(0)"
+    ends = {}
+    for mode in ("torchrun", "default"):
+        launcher = _launch(mode, tmp_path, source)
+        _, err = launcher.communicate(timeout=120)
+        ends[mode] = launcher.returncode, "stuck in uninterruptible sleep" in err
+    assert ends["default"] == ends["torchrun"]
+    assert ends["torchrun"][1], err
+
+
 def test_logs_that_were_asked_for_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(MODES, "default", ["--redirects=1"])
