@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import StateError
 from ..state.memory import memory
-from ..state.shown import form_of
 from ..state.state import due_rng, get_rng, set_rng
 from ..state.tree import bytes_of
 from .samples import Share, batches_in_epoch, reshard, rest, share_of
@@ -289,7 +288,7 @@ class _Draws(Iterator[Any]):
             if self._drawn == 0:
                 self._first = now
             batch = self._draw()
-            if self._strict and self._drawn > 1 and not self._lost and form_of(now) != form_of(get_rng()):
+            if self._strict and self._drawn > 1 and not self._lost and not _same(now, get_rng()):
                 self._lose(
                     f"{type(self._loader.dataset).__qualname__} draws from the random generators of the process while "
                     "it is read, in between training: the same cannot be read again. Give it a generator of its own, "
@@ -483,3 +482,14 @@ def _digest(seen: Any, batch: Any) -> None:
             _digest(seen, value)
     elif isinstance(batch, str | bytes | int | float | None):
         seen.update(repr(batch).encode())
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Tell whether two results of `get_rng` are the same."""
+    if isinstance(one, dict):
+        return all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
