@@ -15,7 +15,6 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from ..errors import StateError
 from ..state.rng import derived_rng
-from ..state.shown import form_of
 from ..state.state import set_rng
 
 _NOTHING: Final = xxhash.xxh3_128().hexdigest()
@@ -46,7 +45,7 @@ def reshard(
     # A version before this one has not written them.
     filled = {other: state["at"] and {"skipped": 0, "share": (), **state["at"]} for other, state in states.items()}
     first, positions = states[min(states)], list(filled.values())
-    if len({form_of(sorted(state["generators"].items())) for state in states.values()}) > 1:
+    if len({_bytes_of(state["generators"]) for state in states.values()}) > 1:
         raise StateError(
             "the generators of the loader were seeded by rank, and another number of ranks has others: seed them alike"
         )
@@ -228,3 +227,7 @@ def _unknown(loader: Any) -> StateError:
         "for a DataLoader with a batch_size and a DistributedSampler, or Accelerate without dispatch_batches, and as "
         "many batches on each rank: change the number of ranks between two epochs"
     )
+
+
+def _bytes_of(generators: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...]:
+    return tuple((name, bytes(state.tolist())) for name, state in sorted(generators.items()))
