@@ -226,7 +226,7 @@ class Checkpointer:
             if self._reshapes or is_import(plan):
                 self._load_made(plan, link, self._env)
             else:
-                self._load_slot(link.request("restore", timeout_s=_RESTORE_S)["path"], capturer)
+                self._load_slot(link.request("restore", within_s=_RESTORE_S)["path"], capturer)
         except CheckpointError as error:
             if isinstance(error, StateError | TopologyError) or is_import(plan):
                 self._refuse(error)
@@ -411,7 +411,7 @@ class Checkpointer:
             on_attached=lambda answer: self._on_attached(link, capturer, answer),
             on_agreed=lambda message: self._on_agreed(capturer, message),
             on_fault=self._injected.order,
-            on_message=self._on_message,
+            on_other=self._on_message,
         )
         try:
             answer = link.open(_ATTACH_S)
@@ -542,7 +542,7 @@ class Checkpointer:
         from .convert.reshape import reshape
 
         def ask(wanted: list[dict[str, Any]]) -> Answer:
-            answer = link.request("read", timeout_s=_RESTORE_S, wanted=wanted)
+            answer = link.request("read", within_s=_RESTORE_S, wanted=wanted)
             slot = Slot.open(answer["path"])
             data = memoryview(bytes(slot.buffer[slot.payload_offset :]))
             slot.close()

@@ -365,14 +365,15 @@ def _read_all(captures: Captures, value: Any) -> Any:
 
 
 def _holes(name: str, made: Made) -> int:
-    return missing(name, made.spec.shape, [(piece.offset, piece.size) for piece in made.pieces])
+    return missing(name, made.spec.shape, [(piece.offset, piece.size) for piece in made.regions[0].pieces])
 
 
 def _describe(item: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if not isinstance(item, Made):
         return BytesStorageMetadata()
     chunks = [
-        ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.size)) for piece in item.pieces
+        ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.size))
+        for piece in item.regions[0].pieces
     ]
     properties = TensorProperties(dtype=getattr(torch, item.spec.dtype))
     return TensorStorageMetadata(properties=properties, size=torch.Size(item.spec.shape), chunks=chunks)

@@ -1,5 +1,7 @@
 """Errors of the checkpoint layer. Each message names the value at fault and what to do about it."""
 
+from collections.abc import Iterable
+
 
 class CheckpointError(Exception):
     """Base of every error that `resilient_run.ckpt` raises on purpose."""
@@ -50,3 +52,10 @@ BY_NAME: dict[str, type[CheckpointError]] = {
     for cls in (SlotError, StateError, TopologyError, MemoryBudgetError, SlotSizeError, RestoreError, DaemonError)
 }
 """Errors that travel over the trainer link by name and are raised again on the other side."""
+
+
+def some(found: Iterable[str], most: int = 5, *, between: str = ", ") -> str:
+    """Return the first of `found`, at most so many, and how many more there are."""
+    listed = list(found)
+    more = len(listed) - most
+    return between.join(listed[:most]) + (f" and {more} more" if more > 0 else "")

@@ -121,21 +121,24 @@ def told(path: str) -> tuple[str, bool]:
 
     With it comes whether no restart cures that.
     """
-    try:
-        with open(path) as file:
-            data = json.load(file)
-        return (str(data["message"]["message"]).partition("\n")[0], data[_FINAL]) if HELD_BACK in data else ("", False)
-    except (OSError, ValueError, LookupError, TypeError):
-        return "", False
+    data = _handed_over(path)
+    return ("", False) if data is None else (str(data["message"]["message"]).partition("\n")[0], data[_FINAL])
 
 
 def is_held_back(path: str) -> bool:
     """Tell whether the error file at `path` has a refusal that only the launcher shows."""
+    data = _handed_over(path)
+    return data is not None and bool(data[HELD_BACK])
+
+
+def _handed_over(path: str) -> dict[str, Any] | None:
+    """Return what `_hand_over` wrote at `path`, None if that is not from there."""
     try:
         with open(path) as file:
-            return bool(json.load(file)[HELD_BACK])
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
+            data = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) and {HELD_BACK, _FINAL} <= data.keys() else None
 
 
 def held_back(failures: dict[int, Any]) -> str | None:

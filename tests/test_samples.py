@@ -98,7 +98,7 @@ def test_each_sample_of_an_epoch_is_given_once(case: str) -> None:
         iterator, given = read(shard, 1)
         held.append(iterator)
         seen += given
-        assert place.given == 3
+        assert place.positioned.given == 3
     assert len(seen) == len(set(seen))
     states = {rank: place.state_dict() for rank, (place, _) in enumerate(restarted)}
     last = [read(shard)[1] for _, shard in changed(make, states, third)]
@@ -120,7 +120,7 @@ def test_an_epoch_at_its_end_is_over_for_others_too() -> None:
     states = {rank: place.state_dict() for rank, (place, _) in enumerate(begun)}
     assert len(held) == 2
     for place, shard in changed(make, states, 3):
-        assert (place.given, place.batches(place.state_dict()["at"])) == (7, 7)
+        assert (place.positioned.given, place.positioned.batches(place.state_dict()["at"])) == (7, 7)
         assert read(shard)[1] == []
         assert shard.iteration == 1
         assert len(read(shard)[1]) == 20, "the next epoch"

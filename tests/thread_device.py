@@ -57,7 +57,7 @@ class Stream:
 
 
 class ThreadDevice:
-    """A `GpuStreams` that runs `kernel` on the memory of the CPU; `compute` is its current stream."""
+    """Stands for a `CudaDevice`, and runs `kernel` on the memory of the CPU; `compute` is its current stream."""
 
     def __init__(self, kernel: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = fingerprint_cpu) -> None:
         self.kernel = kernel

@@ -472,7 +472,7 @@ class Capturer:
 
     def _lend(self, payload_offset: int, capacity_bytes: int) -> list[str]:
         answer = self._link.request(
-            "allocate", timeout_s=_ALLOCATE_S, capacity_bytes=capacity_bytes, payload_offset=payload_offset
+            "allocate", within_s=_ALLOCATE_S, capacity_bytes=capacity_bytes, payload_offset=payload_offset
         )
         paths: list[str] = answer["paths"]
         return paths

@@ -22,7 +22,7 @@ from ..format.digests import Hashes
 from ..format.manifest import encode_tensors, leaf_parts, leaf_paths, object_name, plan_payload
 from ..format.slot import CHUNK_BYTES
 from ..state.tree import Flattener, Leaf, raw
-from .device import WORD_BYTES, DeviceCapture, DeviceLeaves, GpuStreams, device_of
+from .device import WORD_BYTES, CudaDevice, DeviceCapture, DeviceLeaves, device_of
 from .slots import MappedSlot
 
 _SMALL_BYTES: Final = 64 << 10
@@ -91,7 +91,7 @@ class CapturePlan:
         self.paths = {index: path.removeprefix("objects.") for path, index in paths.items()}
         self.devices = sorted({_tensor(leaf).device for leaf in flat.leaves if _is_cuda(leaf)}, key=str)
         self._keys = flat.keys
-        by_device: dict[GpuStreams, dict[int, tuple[int, int]]] = {}
+        by_device: dict[CudaDevice, dict[int, tuple[int, int]]] = {}
         self.moved: list[int] = []
         self.others: list[int] = []
         for index, leaf in enumerate(flat.leaves):

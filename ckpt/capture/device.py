@@ -9,7 +9,7 @@ next optimizer step must not overtake the copy, its stream waits.
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,39 +22,10 @@ WORD_BYTES: Final = 4
 _log = logging.getLogger(__name__)
 
 
-class Event(Protocol):
-    """A moment in the work of a device."""
-
-    def synchronize(self) -> None:
-        """Wait until it has come."""
-
-
-class GpuStreams(Protocol):
-    """What is asked of a GPU: two streams, the one that training is on and one beside it, and a kernel."""
-
-    def words(self, address: int, nbytes: int) -> Tensor:
-        """Return the memory of the device from `address` on as int32, whoever it belongs to."""
-
-    def upload(self, numbers: Tensor) -> Tensor:
-        """Return a copy of a tensor of the CPU for work that is put on the current stream from now on."""
-
-    def fingerprint(self, words: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
-        """Put `fingerprint.fingerprint_cuda` with the weights of this process on the current stream."""
-
-    def record(self) -> Event:
-        """Return when all that is on the current stream by now will be done."""
-
-    def beside(self, after: Event, copy: Callable[[], None]) -> Event:
-        """Put `copy` on the side stream, after `after`; return when it will be done."""
-
-    def hold(self, until: Event) -> None:
-        """Let whatever is put on the current stream from now on wait for `until`."""
-
-
 class DeviceLeaves:
     """How the live leaves of one plan on one device are captured."""
 
-    def __init__(self, device: GpuStreams, places: Mapping[int, tuple[int, int]]) -> None:
+    def __init__(self, device: "CudaDevice", places: Mapping[int, tuple[int, int]]) -> None:
         """Plan.
 
         Args:
@@ -121,7 +92,7 @@ class DeviceCapture:
         self._addresses = addresses
         self._found = found
         self._ready = plan.device.record()
-        self._copied: Event | None = None
+        self._copied: torch.cuda.Event | None = None
         self._moved: int | None = None
 
     def begin(self, payload: Tensor) -> None:
@@ -160,7 +131,7 @@ class DeviceCapture:
 
 
 class CudaDevice:
-    """A `GpuStreams` through torch and numba."""
+    """What is asked of a GPU: two streams, the one that training is on and one beside it, and a kernel."""
 
     def __init__(self, device: torch.device) -> None:
         """Compile the kernel.
@@ -176,31 +147,30 @@ class CudaDevice:
         self.fingerprint(self._weights.view(torch.int32), *self._weights.new_tensor([[0], [WORD_BYTES]]))
 
     def words(self, address: int, nbytes: int) -> Tensor:
-        """See `GpuStreams`."""
+        """Return the memory of the device from `address` on as int32, whoever it belongs to."""
         interface = {"data": (address, False), "shape": (-(-nbytes // WORD_BYTES),), "typestr": "<i4", "version": 2}
         memory: Any = type("Memory", (), {"__cuda_array_interface__": interface})()
         return torch.as_tensor(memory, device=self._device)
 
     def upload(self, numbers: Tensor) -> Tensor:
-        """See `GpuStreams`."""
+        """Return a copy of a tensor of the CPU for work that is put on the current stream from now on."""
         return numbers.pin_memory().to(self._device, non_blocking=True)
 
     def fingerprint(self, words: Tensor, starts: Tensor, sizes: Tensor) -> Tensor:
-        """See `GpuStreams`."""
+        """Put `fingerprint.fingerprint_cuda` with the weights of this process on the current stream."""
         from .fingerprint import fingerprint_cuda
 
         for table in (starts, sizes):
             table.record_stream(torch.cuda.current_stream(self._device))  # it may be freed before the kernel has run
         return fingerprint_cuda(words, starts, sizes, self._weights)
 
-    def record(self) -> Event:
-        """See `GpuStreams`."""
-        moment: Event = torch.cuda.current_stream(self._device).record_event()
+    def record(self) -> torch.cuda.Event:
+        """Return when all that is on the current stream by now will be done."""
+        moment: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return moment
 
-    def beside(self, after: Event, copy: Callable[[], None]) -> Event:
-        """See `GpuStreams`."""
-        assert isinstance(after, torch.cuda.Event)
+    def beside(self, after: torch.cuda.Event, copy: Callable[[], None]) -> torch.cuda.Event:
+        """Put `copy` on the side stream, after `after`; return when it will be done."""
         self._side.wait_event(after)
         try:
             with torch.cuda.stream(self._side):
@@ -208,22 +178,21 @@ class CudaDevice:
         except BaseException:
             self._side.synchronize()  # what is on its way already must not arrive after this capture has failed
             raise
-        moment: Event = self._side.record_event()
+        moment: torch.cuda.Event = self._side.record_event()
         return moment
 
-    def hold(self, until: Event) -> None:
-        """See `GpuStreams`."""
-        assert isinstance(until, torch.cuda.Event)
+    def hold(self, until: torch.cuda.Event) -> None:
+        """Let whatever is put on the current stream from now on wait for `until`."""
         torch.cuda.current_stream(self._device).wait_event(until)
 
 
-def device_of(leaf: Tensor) -> GpuStreams | None:
+def device_of(leaf: Tensor) -> CudaDevice | None:
     """Return what hashes and copies `leaf` behind training: None on a CPU, and where nothing can."""
     return _cuda_device(leaf.device) if leaf.is_cuda else None
 
 
 @functools.cache
-def _cuda_device(device: torch.device) -> GpuStreams | None:
+def _cuda_device(device: torch.device) -> CudaDevice | None:
     try:
         return CudaDevice(device)
     except Exception as error:  # noqa: BLE001 - numba, its CUDA part and the driver each have errors of their own

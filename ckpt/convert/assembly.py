@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,9 +19,10 @@ from ..format.manifest import Manifest, Node, TensorSpec, leaf_paths, plan_paylo
 from ..format.slot import CHUNK_BYTES
 from ..state.flat import FLAT, Range, Ranges
 from ..state.flat import parse as parse_flats
+from ..state.memory import leaf_of
 from ..state.tree import OPTIONAL_PARTS, Flattener, entries, shard_spec, unflatten
 from .captures import BATCH_BYTES, Captures
-from .payload import Made, Piece, fill
+from .payload import Made, Piece, Region, fill, whole
 from .pieces import Box as Side
 from .pieces import missing, place
 
@@ -45,17 +46,8 @@ class Assembled:
     def leaf(self, index: int) -> Any:
         """Return leaf `index`, a tensor as a view of the payload."""
         spec, offset = self.manifest.tensors[index], self.manifest.offsets[index]
-        return held_leaf(spec, self.payload[offset : offset + spec.nbytes])
-
-
-def held_leaf(spec: TensorSpec, data: torch.Tensor) -> Any:
-    """Return the leaf of which `data` is the content, a tensor as a view of it."""
-    if spec.kind == "bytes":
-        return data.numpy().tobytes()
-    if spec.kind == "numpy":
-        return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy()).copy()
-    dtype = getattr(torch, spec.dtype)
-    return data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype, device="cpu")
+        found = leaf_of(spec, self.payload[offset : offset + spec.nbytes])
+        return found.copy() if isinstance(found, np.ndarray) else found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,13 +243,7 @@ class Assembly(ABC):
         if unlike:
             self._differs(path, rule, {rank: ["x", indices[rank]] for rank in unlike})
         rank = first if unlike or lowest else min(indices, key=self._distance)
-        return ["x", self._make(first, indices[first], replace(self._whole(rank, indices[rank]), spec=spec))]
-
-    def _whole(self, rank: int, index: int) -> Made:
-        """Return the leaf as `rank` has it, wherever it lies."""
-        spec = self._captures.ranks[rank].manifest.tensors[index]
-        piece = Piece(rank=rank, index=index, offset=(0,) * len(spec.shape), size=spec.shape)
-        return Made(spec=replace(spec, within=None), pieces=(piece,), offset=piece.offset, size=piece.size)
+        return ["x", self._make(first, indices[first], replace(whole(rank, indices[rank], spec), spec=spec))]
 
     def _part(self, path: str, indices: Mapping[int, int], specs: Mapping[int, TensorSpec], target: Any) -> Node:
         """The part of a sharded tensor that this rank has now; all of it if `target` is None.
@@ -295,27 +281,28 @@ class Assembly(ABC):
             now, local = shard_spec(target), tuple(target.to_local().shape)
             box = place(path, now, self._rank, local)
             made_spec = replace(made_spec, shape=local, shard=now)
-        made = Made(spec=made_spec, pieces=tuple(parts.values()), offset=tuple(box[0]), size=tuple(box[1]))
+        region = Region(pieces=tuple(parts.values()), offset=tuple(box[0]), size=tuple(box[1]))
+        made = Made(spec=made_spec, regions=(region,))
         return ["x", self._make(first, indices[first], made)]
 
     def _flat(self, path: str, held: Sequence[Held], now: Flat, key: Hashable) -> Node:
         """The flat tensor `now`, of what is in those that are `held`; what has one `key` is one."""
         specs = [self._captures.ranks[rank].manifest.tensors[index] for rank, index, _ in held]
         spec = replace(specs[0], shape=now.shape, stride=None, within=None)
-        made = Made(spec=spec, offset=(0,), size=(prod(now.shape),))
+        made = Made(spec=spec)
         try:
             if len({each.dtype for each in specs}) > 1:
                 raise StateError(f"ranks have different dtypes of {path}")
             told = [now.ranges, *(ranges for *_, ranges in held)]
             if reason := next((each for each in told if isinstance(each, str)), None):
                 raise StateError(f"{path}: {reason}")
-            made = replace(made, pieces=tuple(self._pieces(path, held, now.ranges)))
+            made = replace(made, regions=tuple(self._regions(path, held, now.ranges)))
         except StateError as error:
             self.refused.append(str(error))
         return ["x", self._added(("flat", key), made)]
 
-    def _pieces(self, path: str, held: Sequence[Held], ranges: Any) -> Iterator[Piece]:
-        """Yield what a flat tensor of these `ranges` is made of.
+    def _regions(self, path: str, held: Sequence[Held], ranges: Any) -> Iterator[Region]:
+        """Yield what a flat tensor of these `ranges` is made of: parts of parameters in rows of one width.
 
         Raises:
             StateError: Some of it is nowhere, or in several places and not the same.
@@ -345,32 +332,28 @@ class Assembly(ABC):
             width = max(part.every for part in (wanted, *parts)) or prod(shape)
             if any(part.every not in (0, width) for part in (wanted, *parts)):
                 raise StateError(f"{path}: ranks have divided {name} in other dimensions")
-            boxes = [(leaf, box) for leaf, part in found.values() for box in part.boxes(width)]
-            sides: list[Side] = [((box.row, box.column), (box.rows, box.columns)) for _, box in boxes]
-            holes = missing(name, (prod(shape) // width, width), sides)
+            # Rows are read whole: of a parameter that is one row, a part is some of its columns.
+            dims = slice(int(width == prod(shape)), None)
+            pieces = tuple(
+                Piece(rank=rank, index=index, offset=box.offset[dims], size=box.size[dims], start=box.at)
+                for (rank, index), part in found.values()
+                for box in part.boxes(width)
+            )
+            sides: list[Side] = [(piece.offset, piece.size) for piece in pieces]
+            holes = missing(name, (prod(shape) // width, width)[dims], sides)
             if holes and not self.is_partial:
                 raise StateError(f"{path}: no rank holds {holes} of the {prod(shape)} elements of {name}")
-            for target in wanted.boxes(width):
-                for (rank, index), box in boxes:
-                    row, column = max(target.row, box.row), max(target.column, box.column)
-                    rows = min(target.row + target.rows, box.row + box.rows) - row
-                    columns = min(target.column + target.columns, box.column + box.columns) - column
-                    if rows > 0 and columns > 0:
-                        where, start = (
-                            each.at + (row - each.row) * each.columns + column - each.column for each in (target, box)
-                        )
-                        every = box.columns, target.columns
-                        if every == (columns, columns):  # it lies together
-                            columns, rows = columns * rows, 1
-                        yield Piece(
-                            rank=rank,
-                            index=index,
-                            offset=(where,),
-                            size=(columns,),
-                            start=start,
-                            times=rows,
-                            every=every,
-                        )
+            for box in wanted.boxes(width):
+                yield Region(pieces=pieces, offset=box.offset[dims], size=box.size[dims], at=box.at)
+
+    def _groups(self, path: str, nodes: Mapping[int, Node], trained: Sequence[Sequence[Node]], rule: Rule) -> Node:
+        """The parameter groups of an optimizer, with the options that they had and what each has as "params"."""
+        groups = []
+        for number, parameters in enumerate(trained):
+            options = {rank: without(node[1 + number], "params".__eq__) for rank, node in nodes.items()}
+            _, keys, values = self._walk(f"{path}.{number}", options, rule)
+            groups.append(["d", [*keys, "params"], [*values, ["l", *parameters]]])
+        return ["l", *groups]
 
     def _is_compared(self, one: int, other: int) -> bool:
         """Tell whether what two ranks have of one parameter must be the same."""
@@ -496,6 +479,11 @@ def has_key(node: Node, key: str) -> bool:
     return isinstance(node, list) and node[0] == "d" and key in node[1]
 
 
+def items_of(node: Node) -> dict[Any, Node]:
+    """Return the child nodes of a dict node by key, whatever the keys are."""
+    return dict(zip(node[1], node[2], strict=True))
+
+
 def without(node: Node, is_out: Callable[[Any], bool]) -> Node:
     """Return the node of a dict without the keys that `is_out` tells."""
     pairs = [(key, child) for key, child in zip(node[1], node[2], strict=True) if not is_out(key)]
@@ -510,11 +498,6 @@ def is_optimizer(node: Node) -> bool:
 def is_leaf(node: Node) -> bool:
     """Tell whether `node` is that of a leaf."""
     return isinstance(node, list) and node[0] == "x"
-
-
-def no_leaf(index: int) -> NoReturn:
-    """Refuse a leaf in what has none, for `unflatten`."""
-    raise SlotError(f"manifest has leaf {index} among the names of parameters or places")
 
 
 def _below(path: str, key: Any) -> str:

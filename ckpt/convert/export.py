@@ -17,14 +17,12 @@ from typing import Any, Final, Literal, cast
 import numpy as np
 import torch
 
-from ..errors import StateError
+from ..errors import StateError, some
 from ..format.manifest import Node, leaf_paths
 from ..state.flat import FLAT, Range
-from ..state.tree import entries, unflatten
-from .assembly import Assembly, Flat, Rule, has_key, is_leaf, is_optimizer, no_leaf, without
+from ..state.tree import entries, plain, unflatten
+from .assembly import Assembly, Flat, Rule, has_key, is_leaf, is_optimizer, items_of
 from .captures import Captures
-
-_SHOWN: Final = 5
 
 Format = Literal["dcp", "torch"]
 
@@ -122,7 +120,7 @@ def unite(captures: Captures, *, is_partial: bool = False) -> tuple[Assembly, No
     united = _United(captures, is_partial)
     tree = united.tree()
     if united.refused:
-        raise StateError("; ".join(united.refused[:_SHOWN]))
+        raise StateError(some(united.refused, between="; "))
     return united, tree
 
 
@@ -158,7 +156,7 @@ class _United(Assembly):
     def _trained(self, rank: int, name: str) -> list[list[str | None]]:
         """Return the names of the parameters in each group of an optimizer."""
         saved = self._saved[rank]
-        found = unflatten(entries(saved["order"]).get(name, ["l"]), no_leaf) if "order" in saved else []
+        found = plain(entries(saved["order"]).get(name, ["l"])) if "order" in saved else []
         return cast(list[list[str | None]], found)
 
     def _fsdp1(self, name: str, nodes: Mapping[int, Node]) -> Node:
@@ -210,27 +208,25 @@ class _United(Assembly):
 
     def _optimizer(self, name: str, nodes: Mapping[int, Node]) -> Node:
         """The state of an optimizer of flat tensors by parameters' names, as that which FSDP1 gathers."""
-        held = {rank: dict(zip(node[1], node[2], strict=True)) for rank, node in nodes.items()}
-        states = {rank: dict(zip(*parts["state"][1:], strict=True)) for rank, parts in held.items()}
+        held = {rank: items_of(node) for rank, node in nodes.items()}
+        states = {rank: items_of(parts["state"]) for rank, parts in held.items()}
         state: dict[str, Node] = {}
-        groups = []
+        trained: list[list[Node]] = []
         first = min(nodes)
+        of_ranks = {rank: parts["param_groups"] for rank, parts in held.items()}
         for number, keys in enumerate(self._trained(first, name)):
-            of_ranks = {rank: parts["param_groups"][1 + number] for rank, parts in held.items()}
-            options = {rank: without(node, "params".__eq__) for rank, node in of_ranks.items()}
-            _, names, values = self._walk(f"{name}.param_groups.{number}", options, self._rule)
-            trained: list[Node] = []
+            trained.append([])
             for position, key in enumerate(keys):
                 if key not in self._flats[first]:
                     self.refused.append(f"{name}: {key or 'a parameter'} is none of FSDP1's, beside some that are")
                     continue
                 parameters = self._parameters(key, once=True)
-                trained += parameters
+                trained[-1] += parameters
                 found = {}
-                for rank, node in of_ranks.items():
-                    place = dict(zip(node[1], node[2], strict=True))["params"][1 + position]
+                for rank, groups in of_ranks.items():
+                    place = items_of(groups[1 + number])["params"][1 + position]
                     if place in states[rank]:
-                        found[rank] = dict(zip(*states[rank][place][1:], strict=True))
+                        found[rank] = items_of(states[rank][place])
                 for entry in dict.fromkeys(entry for each in found.values() for entry in each):
                     several = {rank: each[entry] for rank, each in found.items() if entry in each}
                     path = f"{name}.state.{key}.{entry}"
@@ -239,8 +235,8 @@ class _United(Assembly):
                     for parameter, node in parts.items():
                         state.setdefault(parameter, ["d", [], []])[1].append(entry)
                         state[parameter][2].append(node)
-            groups.append(["d", [*names, "params"], [*values, ["l", *trained]]])
-        return _node({"state": _node(state), "param_groups": ["l", *groups]})
+        groups = self._groups(f"{name}.param_groups", of_ranks, trained, self._rule)
+        return _node({"state": _node(state), "param_groups": groups})
 
     def _differs(self, path: str, rule: Rule, others: Mapping[int, Node]) -> None:
         for rank, node in others.items():

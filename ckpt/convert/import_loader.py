@@ -8,21 +8,21 @@ is: exactly, or not at all.
 import copy
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from itertools import starmap
 from typing import Any, Final
 
 import torch
 
-from ..errors import SlotError, StateError
+from ..errors import SlotError, StateError, some
 from ..format.manifest import TensorSpec
 from ..state.fits import is_extra
 from ..state.held import fsdp1_units
+from ..state.shown import form_of
 from ..state.state import TrainingState, get_rng
-from ..state.tree import Flattener, same, shard_spec
+from ..state.tree import Flattener, shard_spec
 from .assembly import Assembled, filled, opened
 from .captures import Captures
 from .export import RANKS
-from .payload import Made, Piece
+from .payload import Made, whole
 from .pieces import place
 
 SOURCE: Final = "imported_from"
@@ -54,7 +54,7 @@ def take_over(state: TrainingState, captures: Captures, *, rank: int, world_size
         raise StateError(f"{where} does not fit, nothing was loaded: {error}") from None
     if not taking.taken or (about.get(STRICT) and taking.absent):
         raise StateError(
-            f"{where} was refused, nothing was loaded: it does not have {_some(taking.absent)}; it has "
+            f"{where} was refused, nothing was loaded: it does not have {some(taking.absent, _SHOWN)}; it has "
             f"{', '.join(map(str, list(found)[:_SHOWN]))}. Register the objects by the names that they have there, "
             f"{'or import it without --strict' if taking.taken else 'or choose a new run id'}"
         )
@@ -69,16 +69,10 @@ def take_over(state: TrainingState, captures: Captures, *, rank: int, world_size
 def _opened(captures: Captures) -> tuple[dict[str, Any], dict[Any, Any]]:
     """Return what an import tells of itself, and its state with its tensors as they are to be made."""
     manifest = captures.ranks[0].manifest
-    match opened(captures, manifest.tree, list(starmap(_whole, enumerate(manifest.tensors)))):
+    match opened(captures, manifest.tree, [whole(0, *each) for each in enumerate(manifest.tensors)]):
         case {"values": dict() as about, "objects": dict() as state}:
             return about, state
     raise SlotError("the import has no objects, or does not tell of itself")
-
-
-def _whole(index: int, spec: TensorSpec) -> Made:
-    offset = (0,) * len(spec.shape)
-    piece = Piece(rank=0, index=index, offset=offset, size=spec.shape)
-    return Made(spec=spec, pieces=(piece,), offset=offset, size=spec.shape)
 
 
 class _TakingOver:
@@ -150,11 +144,11 @@ class _TakingOver:
         """Return what a person should know."""
         told = []
         if self.absent:
-            told.append(f"it does not have {_some(self.absent)}, which begin as the script made them")
+            told.append(f"it does not have {some(self.absent, _SHOWN)}, which begin as the script made them")
         if self._state.has_rng and self._rng is None:
             told.append("random number generators go on as the script seeded them")
         if self._unused:
-            told.append(f"nothing is registered for {_some(self._unused)}")
+            told.append(f"nothing is registered for {some(self._unused, _SHOWN)}")
         return told
 
     def leaves(self, flat: Flattener) -> list[Made]:
@@ -183,7 +177,7 @@ class _TakingOver:
         shard, local = shard_spec(tensor), tuple(tensor.to_local().shape)
         # A rank that is not in the mesh has no elements, and no place.
         offset, size = ((0,) * len(local), local) if 0 in local else place("a tensor", shard, self._rank, local)
-        return replace(stored, spec=replace(spec, shape=local, shard=shard), offset=offset, size=size)
+        return replace(stored.box(offset, size), spec=replace(spec, shape=local, shard=shard))
 
     def _object(self, name: str, item: Any, current: Any) -> Any:
         found = _at(self._objects, name)
@@ -308,11 +302,8 @@ def _is_part(part: Any) -> bool:
 
 def _is_same(value: Any, name: str, others: list[dict[Any, Any]]) -> bool:
     """Tell whether all of `others` have this value; False where a tensor would have to be read for that."""
-    try:
-        flat, *several = (Flattener(each) for each in (value, *(other.get(name) for other in others)))
-    except StateError:
-        return False
-    return all(flat.node == each.node and all(map(same, flat.leaves, each.leaves)) for each in several)
+    form = form_of(value)
+    return form is not None and all(form_of(other.get(name)) == form for other in others)
 
 
 def _at(tree: Any, name: str) -> Any:
@@ -349,8 +340,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"a {type(value).__name__}"
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ..errors import StateError
 from ..format.manifest import encode, encode_tensors, plan_payload
+from ..state.memory import content_of
 from ..state.tree import Flattener
 from .export import STEP
 from .import_loader import SOURCE, STRICT
@@ -93,7 +94,7 @@ class DcpSource:
                     loaded = self._load(self._batch(index))
                 leaf = loaded.pop(name)
             if spec.nbytes:
-                yield _bytes(leaf)
+                yield content_of(leaf).numpy().data
 
     def _batch(self, index: int) -> dict[str, Any]:
         """Return empty tensors for the next ones from leaf `index` on, as many as are read together."""
@@ -162,11 +163,3 @@ class _Reader(FileSystemReader):
         if self._known is None:
             self._known = super().read_metadata(*args, **kwargs)
         return self._known
-
-
-def _bytes(leaf: Any) -> memoryview:
-    if isinstance(leaf, torch.Tensor):
-        # Without the dimension a scalar could not be viewed as bytes.
-        data = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return data.view(torch.uint8).numpy().data
-    return memoryview(leaf if isinstance(leaf, bytes) else leaf.tobytes())

@@ -7,18 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 
 from ..format.manifest import Layout, TensorSpec
-from ..state.tree import Leaf, bytes_of
+from ..state.memory import content_of
+from ..state.tree import Leaf
 from .captures import BATCH_BYTES, Captures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
     """A part of a tensor that one rank's slot has: of leaf `index` of `rank`, from element `start` on, what lies at
-    `offset` and has `size`. Of a flat tensor, these are `times` as many, `every[0]` elements apart there, and
-    `every[1]` apart in what is made.
+    `offset` and has `size`.
     """
 
     rank: int
@@ -26,27 +25,42 @@ class Piece:
     offset: tuple[int, ...]
     size: tuple[int, ...]
     start: int = 0
-    times: int = 1
-    every: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """The part of `size` at `offset` of the tensor that `pieces` are, which a leaf has from element `at` on."""
+
+    pieces: tuple[Piece, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    at: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """A leaf to be made: the part of `size` at `offset` of the tensor that `pieces` are; or `given`.
+    """A leaf to be made of `regions`, of which a flat tensor has several; or `given`.
 
-    If it has another dtype than they have, it is cast. What no piece has is zero.
+    If it has another dtype than the pieces, it is cast. What no piece has is zero.
     """
 
     spec: TensorSpec
-    pieces: tuple[Piece, ...] = ()
-    offset: tuple[int, ...] = ()
-    size: tuple[int, ...] = ()
+    regions: tuple[Region, ...] = ()
     given: Leaf | None = None
 
     def box(self, offset: Sequence[int], size: Sequence[int]) -> "Made":
         """Return what is made of the same, but the part of `size` at `offset`."""
+        (region,) = self.regions
         spec = replace(self.spec, shape=tuple(size), shard=None, stride=None, within=None)
-        return replace(self, spec=spec, offset=tuple(offset), size=tuple(size))
+        return replace(self, spec=spec, regions=(replace(region, offset=tuple(offset), size=tuple(size)),))
+
+
+def whole(rank: int, index: int, spec: TensorSpec) -> Made:
+    """Return the leaf that `rank` has as `index`, wherever it lies in memory."""
+    offset = (0,) * len(spec.shape)
+    piece = Piece(rank=rank, index=index, offset=offset, size=spec.shape)
+    region = Region(pieces=(piece,), offset=offset, size=spec.shape)
+    return Made(spec=replace(spec, within=None), regions=(region,))
 
 
 def fill(captures: Captures, leaves: Sequence[Made], layout: Layout) -> torch.Tensor:
@@ -61,10 +75,11 @@ def fill(captures: Captures, leaves: Sequence[Made], layout: Layout) -> torch.Te
     for number, (one, offset) in enumerate(zip(leaves, layout.offsets, strict=True)):
         target = whole[offset : offset + one.spec.nbytes]
         if one.given is not None:
-            target[:] = np.frombuffer(_content(one.given), dtype=np.uint8)
-        for piece in one.pieces:
-            if (rows := _rows(captures, one, piece)) is not None:
-                captures.want(piece.rank, *rows[:2])
+            torch.from_numpy(target).copy_(content_of(one.given))
+        for region in one.regions:
+            for piece in region.pieces:
+                if (rows := _rows(captures, region, piece)) is not None:
+                    captures.want(piece.rank, *rows[:2])
         batch.append((one, target))
         size_bytes += one.spec.nbytes
         if size_bytes >= BATCH_BYTES or number == len(leaves) - 1:
@@ -75,13 +90,9 @@ def fill(captures: Captures, leaves: Sequence[Made], layout: Layout) -> torch.Te
     return torch.from_numpy(whole)
 
 
-def _content(leaf: Leaf) -> bytes:
-    if isinstance(leaf, bytes):
-        return leaf
-    return leaf.tobytes() if isinstance(leaf, np.ndarray) else bytes_of(leaf).numpy().tobytes()
-
-
-def _rows(captures: Captures, made: Made, piece: Piece) -> tuple[int, int, tuple[slice, ...], tuple[slice, ...]] | None:
+def _rows(
+    captures: Captures, region: Region, piece: Piece
+) -> tuple[int, int, tuple[slice, ...], tuple[slice, ...]] | None:
     """Return which bytes of a rank's payload have what is wanted of `piece`, and where that is in both.
 
     Those are whole rows of its first dimension.
@@ -89,17 +100,15 @@ def _rows(captures: Captures, made: Made, piece: Piece) -> tuple[int, int, tuple
     manifest = captures.ranks[piece.rank].manifest
     itemsize = manifest.tensors[piece.index].itemsize
     start = manifest.offsets[piece.index] + piece.start * itemsize
-    if piece.times > 1:  # flat tensors are made whole
-        return start, start + ((piece.times - 1) * piece.every[0] + piece.size[0]) * itemsize, (), ()
-    begins = [max(*pair) for pair in zip(made.offset, piece.offset, strict=True)]
+    begins = [max(*pair) for pair in zip(region.offset, piece.offset, strict=True)]
     ends = [
         min(start + size, other + length)
-        for start, size, other, length in zip(made.offset, made.size, piece.offset, piece.size, strict=True)
+        for start, size, other, length in zip(region.offset, region.size, piece.offset, piece.size, strict=True)
     ]
-    if any(begin >= end for begin, end in zip(begins, ends, strict=True)) or 0 in made.size:
+    if any(begin >= end for begin, end in zip(begins, ends, strict=True)) or 0 in region.size:
         return None
     source = [slice(begin - at, end - at) for begin, end, at in zip(begins, ends, piece.offset, strict=True)]
-    target = tuple(slice(begin - at, end - at) for begin, end, at in zip(begins, ends, made.offset, strict=True))
+    target = tuple(slice(begin - at, end - at) for begin, end, at in zip(begins, ends, region.offset, strict=True))
     if not source:
         return start, start + itemsize, (), ()
     row_bytes = prod(piece.size[1:]) * itemsize
@@ -109,25 +118,22 @@ def _rows(captures: Captures, made: Made, piece: Piece) -> tuple[int, int, tuple
 
 
 def _fill(captures: Captures, made: Made, target: Any) -> None:
-    if not target.size or not made.pieces:
+    pieces = [(region, piece) for region in made.regions for piece in region.pieces]
+    if not target.size or not pieces:
         return
-    stored = captures.ranks[made.pieces[0].rank].manifest.tensors[made.pieces[0].index]
+    first = pieces[0][1]
+    stored = captures.ranks[first.rank].manifest.tensors[first.index]
     is_other = stored.dtype != made.spec.dtype
-    raw = np.zeros(prod(made.size) * stored.itemsize, dtype=np.uint8) if is_other else target
-    place = raw.reshape(*made.size, -1)
-    for piece in made.pieces:
-        if (rows := _rows(captures, made, piece)) is not None:
+    raw = np.zeros(prod(made.spec.shape) * stored.itemsize, dtype=np.uint8) if is_other else target
+    for region, piece in pieces:
+        if (rows := _rows(captures, region, piece)) is not None:
             begin, end, source, where = rows
-            data = captures.data(piece.rank, begin, end)
-            if piece.times > 1:
-                size = piece.times, piece.size[0] * stored.itemsize
-                before, after = ((each * stored.itemsize, 1) for each in piece.every)
-                rows_there = as_strided(np.frombuffer(data, dtype=np.uint8), size, before)
-                as_strided(raw[piece.offset[0] * stored.itemsize :], size, after)[:] = rows_there
-                continue
+            at = region.at * stored.itemsize
+            place = raw[at : at + prod(region.size) * stored.itemsize].reshape(*region.size, -1)
+            data = np.frombuffer(captures.data(piece.rank, begin, end), dtype=np.uint8)
             count = source[0].stop if source else 1
             shape = (count, *piece.size[1:], place.shape[-1]) if source else (place.shape[-1],)
-            place[where] = np.frombuffer(data, dtype=np.uint8).reshape(shape)[source]
+            place[where] = data.reshape(shape)[source]
     if is_other:
         converted = torch.from_numpy(raw).view(getattr(torch, stored.dtype)).to(getattr(torch, made.spec.dtype))
         target[:] = converted.view(torch.uint8).numpy()

@@ -11,18 +11,19 @@ from typing import Any, Final
 
 import torch
 
-from ..errors import RestoreError, StateError
+from ..errors import RestoreError, StateError, some
 from ..format.manifest import Node, leaf_paths
 from ..state.flat import FLAT
 from ..state.held import keyed_parameters
+from ..state.memory import leaf_of
 from ..state.rng import derived_rng
 from ..state.state import TrainingState
-from ..state.tree import Flattener, entries, unflatten
+from ..state.tree import Flattener, entries, plain, unflatten
 from ..state.unsaved import parse as parse_unsaved
-from .assembly import Assembled, Assembly, Rule, flats_of, has_key, held_leaf, is_leaf, is_optimizer, no_leaf, without
+from .assembly import Assembled, Assembly, Rule, flats_of, has_key, is_leaf, is_optimizer, items_of, without
 from .captures import Captures
+from .payload import whole
 
-_SHOWN: Final = 5
 _BUFFERS: Final = "buffers"
 _PLACES: Final = "places"
 _FLATS: Final = {"masters": "masters", "states": "masters", "halves": "halves"}
@@ -49,7 +50,7 @@ def reshape(state: TrainingState, captures: Captures, *, rank: int, world_size: 
     if reshaping.refused:
         raise StateError(
             f"the checkpoint of {len(captures.ranks)} ranks does not fit {world_size}, nothing was loaded: "
-            f"{'; '.join(reshaping.refused[:_SHOWN])}"
+            f"{some(reshaping.refused, between='; ')}"
         )
     return reshaping.filled(tree)
 
@@ -96,10 +97,8 @@ class _Reshaping(Assembly):
             if name in saved:
                 made[name] = Flattener(self._places(name, list(saved))).node
         if self._others:
-            more = f" and {len(self._others) - _SHOWN} more" if len(self._others) > _SHOWN else ""
             self.told.append(
-                f"ranks had {', '.join(self._others[:_SHOWN])}{more} differently, and all go on with what rank "
-                f"{self._first} had"
+                f"ranks had {some(self._others)} differently, and all go on with what rank {self._first} had"
             )
         return ["d", list(saved), [made[name] for name in saved]]
 
@@ -140,7 +139,7 @@ class _Reshaping(Assembly):
         """Tell whether the flat tensors of an object, or those that an optimizer trains, are described."""
         if has_key(self._objects_now.get(name), FLAT):
             return True
-        groups = unflatten(entries(self._order).get(name, ["l"]), no_leaf)
+        groups = plain(entries(self._order).get(name, ["l"]))
         return bool(groups) and all(key in self._flats_now for group in groups for key in group)
 
     def _module(self, name: str, nodes: dict[int, Node]) -> Node:
@@ -161,26 +160,22 @@ class _Reshaping(Assembly):
 
     def _optimizer(self, name: str, nodes: dict[int, Node]) -> Node:
         """Each parameter's state is where its name is, in the ranks that have it and in this one."""
-        states = {rank: _entries(node) for rank, node in nodes.items()}
+        self._rebuilt.add(name)
+        states = {rank: items_of(node) for rank, node in nodes.items()}
         orders = {
-            rank: unflatten(entries(parts["order"]).get(name, ["l"]), no_leaf) if "order" in parts else []
+            rank: plain(entries(parts["order"]).get(name, ["l"])) if "order" in parts else []
             for rank, parts in self._saved.items()
         }
         before = {rank: _numbers(states[rank]["param_groups"], orders[rank]) for rank in states}
         parameters = [group["params"] for group in self._state.held[name][0].param_groups]
         counts = {len(state["param_groups"]) - 1 for state in states.values()}
-        named = unflatten(entries(self._order)[name], no_leaf)[: len(parameters)]
+        named = plain(entries(self._order)[name])[: len(parameters)]
         now = _keys([len(group) for group in parameters], named)
         if any(found.keys() != before[self._first].keys() for found in before.values()):
             lacking = [key for key in now if not any(key in found for found in before.values())]
-            self._rebuilt.add(name)
         else:
             lacking = [key for key in [*now, *before[self._first]] if (key in now) != (key in before[self._first])]
             lacking += [key for key in now if key not in lacking and now[key][0] != before[self._first][key][0]]
-            if [number for _, number in before[self._first].values()] != [
-                before[self._first][key][1] for key in now if key in before[self._first]
-            ]:
-                self._rebuilt.add(name)
         if lacking or counts != {len(parameters)}:
             self.refused.append(
                 f"{name}: the parameter groups are others than in the checkpoint"
@@ -207,15 +202,11 @@ class _Reshaping(Assembly):
             if key == "state":
                 others = {rank: without(node, lambda key: type(key) is int) for rank, node in of_ranks.items()}
                 rest = self._walk(path, others, Rule())
-                if rest[1]:
-                    self._rebuilt.add(name)
-                # In the order that it had: places in the tree are counted.
-                numbers = sorted(kept, key=[*_by_number(of_ranks[self._first]), *kept].index)
-                if len(numbers) != len(_by_number(of_ranks[self._first])):
-                    self._rebuilt.add(name)
-                made[key] = ["d", [*numbers, *rest[1]], [*(kept[number] for number in numbers), *rest[2]]]
+                made[key] = ["d", [*kept, *rest[1]], [*kept.values(), *rest[2]]]
             elif key == "param_groups":
-                made[key] = self._groups(path, of_ranks, [len(group) for group in parameters])
+                sizes = [len(group) for group in parameters]
+                numbers = [range(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(len(sizes))]
+                made[key] = self._groups(path, of_ranks, numbers, Rule())
             else:
                 made[key] = self._walk(path, of_ranks, Rule())
         return ["d", list(made), list(made.values())]
@@ -295,7 +286,7 @@ class _Reshaping(Assembly):
     def _state_of(self, path: str, now: Any, held: Sequence[_Partition]) -> Node:
         """The state that an optimizer has of the flat tensor `now`."""
         made: dict[Any, Node] = {}
-        states = [_entries(state) for *_, state in held]
+        states = [items_of(state) for *_, state in held]
         for key, node in states[0].items():
             nodes = [state.get(key) for state in states]
             below = f"{path}.{key}"
@@ -303,14 +294,15 @@ class _Reshaping(Assembly):
                 several = [(rank, flat, state[key][1]) for (rank, flat, _), state in zip(held, states, strict=True)]
                 specs = [self._captures.ranks[rank].manifest.tensors[index] for rank, _, index in several]
                 if all(spec.shape == flat.shape for (_, flat, _), spec in zip(several, specs, strict=True)):
-                    whole = [(rank, index, flat.ranges) for rank, flat, index in several]
-                    made[key] = self._flat(below, whole, now, below)
+                    made[key] = self._flat(
+                        below, [(rank, index, flat.ranges) for rank, flat, index in several], now, below
+                    )
                     continue
                 rank, _, index = several[0]
                 alike = all(spec.content == specs[0].content for spec in specs) and not any(
                     self._unlike((rank, index), {other: leaf}) for other, _, leaf in several
                 )
-                made[key] = ["x", self._added(below, self._whole(rank, index))]
+                made[key] = ["x", self._added(below, whole(rank, index, specs[0]))]
             else:
                 alike, made[key] = all(repr(each) == repr(node) for each in nodes), node
             if not alike:
@@ -318,21 +310,6 @@ class _Reshaping(Assembly):
         if any(state.keys() != made.keys() for state in states):
             self._differs(path, Rule(), {})
         return ["d", list(made), list(made.values())]
-
-    def _groups(self, path: str, nodes: dict[int, Node], sizes: list[int]) -> Node:
-        """Return the parameter groups with the options that they had and the numbers that parameters have now."""
-        groups = []
-        for number, size in enumerate(sizes):
-            begin = sum(sizes[:number])
-            options = {rank: without(node[1 + number], lambda key: key == "params") for rank, node in nodes.items()}
-            made = self._walk(f"{path}.{number}", options, Rule())
-            # Where it was: places in the tree are counted.
-            at = nodes[self._first][1 + number][1].index("params")
-            keys, values = list(made[1]), list(made[2])
-            keys.insert(at, "params")
-            values.insert(at, ["l", *range(begin, begin + size)])
-            groups.append(["d", keys, values])
-        return ["l", *groups]
 
     def _resharded(self, name: str, item: Any, nodes: dict[int, Node]) -> Node:
         self._rebuilt.add(name)
@@ -353,7 +330,7 @@ class _Reshaping(Assembly):
             data = self._captures.data(rank, *self._extent(rank, index))
             if spec.shard is not None:
                 raise StateError("reshard() gets no shards of tensors: let state_dict() leave them out")
-            return held_leaf(spec, torch.tensor(bytearray(data), dtype=torch.uint8))
+            return leaf_of(spec, torch.tensor(bytearray(data), dtype=torch.uint8))
 
         for index in leaf_paths(node).values():
             self._captures.want(rank, *self._extent(rank, index))
@@ -396,7 +373,7 @@ class _Reshaping(Assembly):
         objects = list(entries(self._saved[self._first]["objects"]))
         rebuilt: set[tuple[int, ...]] = {(parts.index("rng"),)}
         rebuilt |= {(parts.index("objects"), objects.index(each)) for each in self._rebuilt if each in objects}
-        found = unflatten(self._saved[self._first][name], no_leaf)
+        found = plain(self._saved[self._first][name])
         if name == "shared":
             return [places for places in found if not any(_is_below(place_, rebuilt) for place_ in places)]
         return [[place_, kind] for place_, kind in found if not _is_below(place_, rebuilt)]
@@ -414,13 +391,9 @@ class _Reshaping(Assembly):
             self.refused.append(f"ranks have {path} differently. {_RESHARD}")
 
 
-def _entries(node: Node) -> dict[Any, Node]:
-    return dict(zip(node[1], node[2], strict=True))
-
-
 def _by_number(node: Node) -> dict[int, Node]:
     """Return the states of parameters by number."""
-    return {key: child for key, child in zip(node[1], node[2], strict=True) if type(key) is int}
+    return {key: child for key, child in items_of(node).items() if type(key) is int}
 
 
 _Key = tuple[str | None, int, int]
@@ -441,7 +414,7 @@ def _keys(sizes: Sequence[int], names: Sequence[Sequence[str | None]]) -> dict[_
 
 def _numbers(groups: Node, names: Sequence[Sequence[str | None]]) -> dict[_Key, tuple[int, int]]:
     """Return the same of the groups in a manifest, whose parameters have numbers there."""
-    numbers = [_entries(group)["params"][1:] for group in groups[1:]]
+    numbers = [items_of(group)["params"][1:] for group in groups[1:]]
     keys = _keys([len(each) for each in numbers], names)
     in_order = [number for each in numbers for number in each]
     return {key: (group, in_order[number]) for key, (group, number) in keys.items()}

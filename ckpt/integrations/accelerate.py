@@ -113,7 +113,11 @@ class AcceleratorCheckpointer(Checkpointer):
         self._healthy = self._healthy and bool(healthy)
         if not self._accelerator.sync_gradients:
             return
-        if self._stepped == self._epoch and not self._knows_place and not any(each.in_epoch for each in self._loaders):
+        if (
+            self._stepped == self._epoch
+            and not self._knows_place
+            and not any(each.positioned.in_epoch for each in self._loaders)
+        ):
             raise StateError(
                 f"epoch {self._epoch} makes steps, and no prepared loader is iterated, so a restart would begin it at "
                 "its beginning. Let Accelerate prepare what is iterated before AcceleratorCheckpointer(), and skip "
@@ -151,7 +155,11 @@ class _Loop:
 
 
 class PreparedLoader:
-    """The position in a loader that Accelerate prepared."""
+    """The position in a loader that Accelerate prepared.
+
+    Attributes:
+        positioned: Knows it; of this its `given` is how many batches of this epoch the loop was given.
+    """
 
     def __init__(self, prepared: Any) -> None:
         """Let `prepared` iterate a `PositionedLoader`.
@@ -172,32 +180,16 @@ class PreparedLoader:
             prepared.base_dataloader = kind(prepared, prepared.base_dataloader)
             # It says that it is of the class of the DataLoader inside, which nobody can set.
             vars(object)["__class__"].__set__(prepared, type(made.__name__, (_Asked, made), {}))
-        self._positioned = prepared.base_dataloader
-
-    @property
-    def in_epoch(self) -> bool:
-        """Whether somebody iterates it."""
-        return self._positioned.in_epoch
-
-    @property
-    def given(self) -> int:
-        """How many batches of this epoch the loop was given."""
-        given: int = self._positioned.given
-        return given
+        self.positioned = prepared.base_dataloader
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
-        return {"iteration": self._prepared.iteration, "given": self.given, **self._positioned.position()}
+        return {"iteration": self._prepared.iteration, "given": self.positioned.given, **self.positioned.position()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iterator go on from there."""
         self._prepared.iteration = state["iteration"]
-        self._positioned.go_to(state)
-
-    def batches(self, at: Mapping[str, Any] | None) -> int | None:
-        """Return how many batches the epoch of a position has; None if no other number of ranks has begun it."""
-        batches: int | None = self._positioned.batches(at)
-        return batches
+        self.positioned.go_to(state)
 
     def reshard(self, states: Mapping[int, Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
         """Return the position of `rank` of `world_size`, of those that another number of ranks had, by rank.
@@ -205,7 +197,7 @@ class PreparedLoader:
         Raises:
             StateError: Some of the epoch would be lost or given twice.
         """
-        made: dict[str, Any] = self._positioned.reshard(states, rank, world_size)
+        made: dict[str, Any] = self.positioned.reshard(states, rank, world_size)
         return made
 
 

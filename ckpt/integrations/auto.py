@@ -13,17 +13,17 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from .. import checkpointer as checkpointers
 from ..checkpointer import Checkpointer
-from ..errors import DaemonError, InjectedFault, SlotError, StateError
+from ..errors import DaemonError, InjectedFault, StateError
 from ..format.manifest import parse
 from ..format.pair import Pair, is_import
 from ..format.slot import Slot
-from ..state.tree import entries, unflatten
+from ..state.tree import entries, plain
 from .position import excuses
 from .remembered import Remembered
 
@@ -227,7 +227,7 @@ class UnaskedCheckpointer(Checkpointer):
         header = slot.header()
         self._check(header)
         values = entries(parse(slot.manifest(), header.payload_bytes).tree)["values"]
-        kept = unflatten(values, _no_leaf).get("auto")
+        kept = plain(values).get("auto")
         if kept is None:
             raise StateError("the checkpoint is not one of --rr-auto: start a new run id, or without --rr-auto")
         if kept["over"] == "end":
@@ -294,10 +294,6 @@ def short(reason: object) -> str:
     """Return what an error says in one line."""
     text = str(reason) if isinstance(reason, str | StateError | ImportError | DaemonError) else repr(reason)
     return " ".join(text.split())
-
-
-def _no_leaf(index: int) -> NoReturn:
-    raise SlotError(f"manifest has leaf {index} among plain values")
 
 
 def _pass(error: StateError) -> None:

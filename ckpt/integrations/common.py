@@ -51,11 +51,15 @@ def frozen(module: torch.nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
 
 
-def freeze(module: torch.nn.Module, names: Collection[str] | None) -> None:
-    """Train all parameters but these; None, of a capture of a version before, leaves them as they are."""
-    if names is not None:
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad = name not in names
+def freeze(module: torch.nn.Module, names: Collection[str]) -> None:
+    """Train all parameters but these."""
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad = name not in names
+
+
+def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the options of each parameter group, without its parameters."""
+    return [{name: option for name, option in group.items() if name != "params"} for group in groups]
 
 
 @contextmanager
@@ -86,6 +90,11 @@ def warn_of_buckets(models: Iterable[Any], remedy: str) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def all_alike(names: Iterable[str], states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what all ranks have in their states by these names; StateError if they have it differently."""
+    return {name: alike(name, {rank: state[name] for rank, state in states.items()}) for name in names}
 
 
 def alike(name: str, states: Mapping[int, Any]) -> Any:

@@ -7,7 +7,7 @@ import torch
 
 from ..errors import StateError
 from ..state.flat import FLAT, Range, Ranges, description
-from .common import framework, freeze, frozen
+from .common import framework, freeze, frozen, options_of
 
 _COUNTS: Final = (
     "global_steps",
@@ -114,7 +114,7 @@ class EngineState:
             "extra": {name: module.get_extra_state() for name, module in self._with_extra()},
             "masters": [master.detach() for master in masters],
             "states": states,
-            "options": [] if inner is None else [_options(group) for group in inner.param_groups],
+            "options": [] if inner is None else options_of(inner.param_groups),
             "scaling": [
                 {name: value for name, value in vars(item).items() if name in _SCALING} for item in self._scaling()
             ],
@@ -137,7 +137,7 @@ class EngineState:
             _part(parameter).copy_(state["parameters"][name])
         for name, buffer in engine.module.named_buffers():
             buffer.copy_(state["buffers"][name])
-        freeze(engine.module, state.get("frozen"))
+        freeze(engine.module, state["frozen"])
         for name, module in self._with_extra():
             module.set_extra_state(state["extra"][name])
         for master, saved in zip(masters, state["masters"], strict=True):
@@ -159,8 +159,7 @@ class EngineState:
             item.load_state_dict(saved)
         vars(engine).update(state["counts"], _global_grad_norm=state["norm"])
         # Other ranks may accumulate other numbers of micro-batches. It tells only where a step of theirs begins: here.
-        ranks = torch.distributed.get_world_size()
-        if state.get("ranks", ranks) != ranks:
+        if state["ranks"] != torch.distributed.get_world_size():
             engine.micro_steps = 0
         self._loaded = engine.micro_steps
         _tracker().set_states(state["rng"])
@@ -267,10 +266,6 @@ def _accumulates(engine: Any) -> bool:
         return bool(engine._unmanaged_backward_count)
     told = engine._is_gradient_accumulation_boundary
     return bool(engine.micro_steps % engine.gradient_accumulation_steps()) if told is None else not told
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _filled(own: dict[str, Any], saved: dict[str, Any], master: torch.Tensor, on_device: bool) -> dict[str, Any]:

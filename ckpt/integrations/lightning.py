@@ -13,7 +13,7 @@ import torch
 from ..checkpointer import Checkpointer
 from ..errors import StateError
 from ..state.state import Stateful, get_rng, set_rng
-from .common import AfterRestore, alike, framework, warn_of_buckets
+from .common import AfterRestore, all_alike, framework, warn_of_buckets
 from .position import PositionedLoader
 from .remembered import Attributes, is_repeated, own_modules
 
@@ -151,13 +151,9 @@ class Fit:
         module, optimizers = trainer.lightning_module, list(trainer.optimizers)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self.attributes = self._attributes()
+        others = {"schedulers": schedulers} if schedulers else {}
         self.checkpointer = self._make_checkpointer(
-            model=module,
-            optimizers=optimizers,
-            **_some("schedulers", schedulers),
-            fit=self,
-            attributes=self.attributes,
-            **self._objects,
+            model=module, optimizers=optimizers, **others, fit=self, attributes=self.attributes, **self._objects
         )
         self._completed = self.checkpointer.restore()
         self._rng = get_rng()
@@ -253,10 +249,7 @@ class Fit:
                 "limit_train_batches ends the epoch before all samples were read: change the number of ranks between "
                 "two epochs"
             )
-        same = {
-            name: alike(name, {each: state[name] for each, state in states.items()})
-            for name in ("loops", "should_stop", "callbacks", "precision", "data", "first")
-        }
+        same = all_alike(("loops", "should_stop", "callbacks", "precision", "data", "first"), states)
         first = states[min(states)]
         if (at := position["at"]) is not None and "given" in at:
             # A step has ended a round of accumulation, of which another number of ranks may want others.
@@ -365,10 +358,6 @@ def _accumulated(trainer: Any, epoch: int) -> int:
     schedules = [each for each in trainer.callbacks if isinstance(each, scheduler)]
     count = schedules[0].get_accumulate_grad_batches(epoch) if schedules else trainer.accumulate_grad_batches
     return int(count)
-
-
-def _some(name: str, found: list[Any]) -> dict[str, Any]:
-    return {name: found} if found else {}
 
 
 def _shared_result(key: str, several: list[dict[str, Any]], world_size: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ..errors import StateError
 from ..state.flat import FLAT, Range, Ranges, description, divided
-from .common import framework, freeze, frozen
+from .common import framework, freeze, frozen, options_of
 
 _KEPT: Final = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
 _UNTRIED: Final = ("fp8", "fp4", "use_precision_aware_optimizer", "optimizer_cpu_offload", "use_megatron_fsdp")
@@ -151,11 +151,7 @@ class MegatronState:
                 for group in state["param_groups"]
                 for number in group["params"]
             ],
-            "options": [
-                {name: option for name, option in group.items() if name != "params"}
-                for state in inner
-                for group in state["param_groups"]
-            ],
+            "options": options_of(group for state in inner for group in state["param_groups"]),
             "scaling": [{} if scaler is None else scaler.state_dict() for scaler in scalers],
             "scheduler": _plain(self._scheduler),
             "rng": {name: each for name, each in states.items() if name == _COMMON},

@@ -17,7 +17,7 @@ from ..checkpointer import Checkpointer
 from ..errors import StateError
 from ..state.state import get_rng, set_rng
 from .accelerate import PreparedLoader
-from .common import REQUIREMENTS, AfterRestore, alike, framework, replaced, warn_of_buckets
+from .common import REQUIREMENTS, AfterRestore, alike, all_alike, framework, replaced, warn_of_buckets
 from .deepspeed import EngineState
 from .remembered import Attributes, own_modules
 
@@ -130,7 +130,7 @@ class ResilientMixin(_Trainer):
         if resumed is not None:
             resume_from_checkpoint, epochs_trained = _HERE, epoch
             steps_trained_in_current_epoch = resumed["skipped"] + resumed["loader"]["given"]
-            if (batches := run.loader.batches(resumed["loader"]["at"])) is not None:
+            if (batches := run.loader.positioned.batches(resumed["loader"]["at"])) is not None:
                 steps_in_epoch = batches
                 per_epoch = others["num_update_steps_per_epoch"]
                 accumulated = self.args.gradient_accumulation_steps
@@ -340,10 +340,7 @@ class Run:
             raise StateError(
                 "resume_from_checkpoint has begun this epoch in its middle: change the number of ranks in a later one"
             )
-        same = {
-            name: alike(name, {other: state[name] for other, state in states.items()})
-            for name in ("epoch", "control", "callbacks", "changed", "training")
-        }
+        same = all_alike(("epoch", "control", "callbacks", "changed", "training"), states)
         counts = alike("counts", {other: _sizeless(state["counts"]) for other, state in states.items()})
         loader = self.loader.reshard({other: state["loader"] for other, state in states.items()}, rank, world_size)
         accumulated = self._trainer.args.gradient_accumulation_steps

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from ..errors import CheckpointError, DaemonError, WireError
 from ..format.version import FORMATS
@@ -20,7 +20,7 @@ _LOOK_S: Final = 0.2
 _log = logging.getLogger(__name__)
 
 
-class Link:
+class Link(DaemonClient):
     """A `DaemonClient` that attaches one rank. After each attachment the trainer reports afresh."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Link:
         on_attached: Callable[[Message], None],
         on_agreed: Callable[[Message], None],
         on_fault: Callable[[Message], None],
-        on_message: Callable[[Message], None],
+        on_other: Callable[[Message], None],
     ) -> None:
         """Prepare a link; `open` connects it.
 
@@ -43,16 +43,16 @@ class Link:
             on_attached: Called in the link's thread with the answer to each attachment.
             on_agreed: Called in the link's thread with what is agreed, in `watermark` and `next`, after the answer.
             on_fault: Called in the link's thread with each fault that is ordered for this rank.
-            on_message: Called in the link's thread with any other notification.
+            on_other: Called in the link's thread with any other notification.
         """
         self._env = env
         self._on_attached = on_attached
         self._on_agreed = on_agreed
         self._on_fault = on_fault
-        self._on_message = on_message
+        self._on_other = on_other
         self._began_s = time.monotonic()
         self._trouble: Exception | None = None
-        self._told: set[str] = set()
+        self._said: set[str] = set()
         attach = {
             "op": "attach",
             **FORMATS,
@@ -66,7 +66,7 @@ class Link:
             "pid": os.getpid(),
             "estimate_bytes": estimate_bytes,
         }
-        self._client = DaemonClient(
+        super().__init__(
             env.socket,
             attach,
             on_welcome=self._attached,
@@ -74,11 +74,6 @@ class Link:
             on_trouble=self._note,
             name="resilient-link",
         )
-
-    @property
-    def away_s(self) -> float | None:
-        """Seconds since the daemon went away, None while it is there."""
-        return self._client.away_s
 
     def open(self, timeout_s: float) -> Message:
         """Connect, attach, and return the answer to the attachment.
@@ -88,13 +83,13 @@ class Link:
             CheckpointError: The daemon refused, as the class that it named, or did not answer within `timeout_s`.
         """
         self._began_s = time.monotonic()
-        self._client.start()
+        self.start()
         try:
-            while (left_s := timeout_s - (self._client.connected_s or 0.0)) > 0:
+            while (left_s := timeout_s - (self.connected_s or 0.0)) > 0:
                 try:
-                    return self._client.wait_welcome(min(left_s, _LOOK_S))
+                    return self.wait_welcome(min(left_s, _LOOK_S))
                 except TimeoutError:
-                    late = self._client.connected_s is None and time.monotonic() > self._began_s + CONNECT_S
+                    late = self.connected_s is None and time.monotonic() > self._began_s + CONNECT_S
                     if late and self._trouble is not None:
                         raise self._trouble from None
             raise DaemonError(f"the daemon did not answer an attachment within {timeout_s} s: see its log")
@@ -102,20 +97,8 @@ class Link:
             self.close()
             raise
 
-    def request(self, op: str, *, timeout_s: float, **fields: Any) -> Message:
-        """Send a request and return its answer, as `DaemonClient.request` does."""
-        return self._client.request(op, within_s=timeout_s, **fields)
-
-    def notify(self, op: str, **fields: Any) -> None:
-        """Send a notification if the daemon is there; never block."""
-        self._client.notify(op, **fields)
-
-    def close(self) -> None:
-        """End the connection and its thread; requests under way fail."""
-        self._client.close()
-
     def _attached(self, answer: Message) -> None:
-        self._told.clear()
+        self._said.clear()
         self._on_attached(answer)
 
     def _hear(self, message: Message) -> None:
@@ -125,21 +108,21 @@ class Link:
             case "inject":
                 self._on_fault(message)
             case _:
-                self._on_message(message)
+                self._on_other(message)
 
     def _note(self, trouble: Exception) -> None:
         """Log once, until the next attachment, that the daemon is not there, and once why it refuses."""
         self._trouble = trouble
-        if not self._client.was_welcome:
+        if not self.was_welcome:
             if time.monotonic() > self._began_s + _WARN_S:
-                self._tell("waits", "rank %d waits for the daemon at %s: %s", self._env.rank, self._env.socket, trouble)
+                self._say("waits", "rank %d waits for the daemon at %s: %s", self._env.rank, self._env.socket, trouble)
         elif isinstance(trouble, (OSError, WireError)):
-            self._tell("broke", "the connection to the daemon broke (%s); training goes on", trouble)
+            self._say("broke", "the connection to the daemon broke (%s); training goes on", trouble)
         else:
             what = "the daemon refused to attach again: %s; training goes on, trying again"
-            self._tell(str(trouble), what, trouble)
+            self._say(str(trouble), what, trouble)
 
-    def _tell(self, about: str, what: str, *arguments: object) -> None:
-        if about not in self._told:
-            self._told.add(about)
+    def _say(self, about: str, what: str, *arguments: object) -> None:
+        if about not in self._said:
+            self._said.add(about)
             _log.warning(what, *arguments)

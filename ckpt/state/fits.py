@@ -4,18 +4,17 @@ A restarted script has to make the tensors of modules and the groups of optimize
 them in the middle trains on, and only its restart would find that nothing fits. So it is told.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..errors import StateError
+from ..errors import StateError, some
 from ..format.manifest import Node, TensorSpec
 from .tree import unflatten
 
-_MAX_DIFFERENCES: Final = 5
 _REMEDY: Final = (
     "Register the same objects with the same shapes (Checkpointer.planned_step says before restore() which step it "
     "continues from), or start a new run id"
@@ -71,9 +70,12 @@ def check_fits(
         elif isinstance(now, dict) and isinstance(item, torch.optim.Optimizer) and not isinstance(before, dict):
             differences.append(f"{name}: in the checkpoint, but not as an optimizer")
     if differences:
-        listed = some([*differences, *chain(*doubts.values())])
+        listed = some([*differences, *chain(*doubts.values())], between="; ")
         raise StateError(f"the checkpoint does not fit, nothing was loaded: {listed}. {_REMEDY}")
-    return {name: f". The checkpoint does not fit: {some(several)}. {_REMEDY}" for name, several in doubts.items()}
+    return {
+        name: f". The checkpoint does not fit: {some(several, between='; ')}. {_REMEDY}"
+        for name, several in doubts.items()
+    }
 
 
 def adapts(module: torch.nn.Module, key: str) -> bool:
@@ -91,13 +93,6 @@ def adapts(module: torch.nn.Module, key: str) -> bool:
         inner = getattr(inner, part, None)
     places = [getattr(loader, "__module__", None) or "" for loader in loaders]
     return any(place == _LAZY or not place.startswith(_RIGID) for place in places)
-
-
-def some(differences: Iterable[str]) -> str:
-    """Return the first differences, and how many more there are."""
-    listed = list(differences)
-    more = len(listed) - _MAX_DIFFERENCES
-    return "; ".join(listed[:_MAX_DIFFERENCES] + ([f"and {more} more"] if more > 0 else []))
 
 
 def _module_differences(name: str, saved: dict[str, Any], current: dict[str, Any]) -> Iterator[tuple[str, str]]:

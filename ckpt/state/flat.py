@@ -23,10 +23,8 @@ _UNTOLD: Final = "FSDP1 has it of parameters that are not contiguous, or of DTen
 class Box(NamedTuple):
     """Neighbouring elements of a parameter that is laid out in rows; a flat tensor has them from `at` on."""
 
-    row: int
-    column: int
-    rows: int
-    columns: int
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
     at: int
 
 
@@ -53,14 +51,14 @@ class Range(NamedTuple):
     def boxes(self, width: int) -> Iterator[Box]:
         """Yield what these are of rows of `width`, which is `every` if there is one."""
         if self.every:
-            yield Box(*divmod(self.begin, width), self.times, self.size, self.at)
+            yield Box(divmod(self.begin, width), (self.times, self.size), self.at)
             return
         begin, end = self.begin, self.begin + self.size
         while begin < end:
             row, column = divmod(begin, width)
             rows = 0 if column else (end - begin) // width
             columns = width if rows else min(width - column, end - begin)
-            yield Box(row, column, max(rows, 1), columns, self.at + begin - self.begin)
+            yield Box((row, column), (max(rows, 1), columns), self.at + begin - self.begin)
             begin += columns * max(rows, 1)
 
 
@@ -137,11 +135,12 @@ def divided(
     first = offset[cut] * prod(shape[cut + 1 :]) if shape else 0
     part = Range(name, tuple(local), begin, at, size)
     for box in part.boxes(width):
-        where = box.row * every + first + box.column
-        if box.rows == 1 or width == every:
-            yield Range(name, tuple(shape), where, box.at, box.rows * box.columns)
+        (row, column), (rows, columns) = box.offset, box.size
+        where = row * every + first + column
+        if rows == 1 or width == every:
+            yield Range(name, tuple(shape), where, box.at, rows * columns)
         else:
-            yield Range(name, tuple(shape), where, box.at, box.columns, box.rows, every)
+            yield Range(name, tuple(shape), where, box.at, columns, rows, every)
 
 
 def of_units(

@@ -13,10 +13,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from ..errors import StateError
+from ..errors import StateError, some
 from ..format.manifest import leaf_paths
 from .flat import FLAT, description, of_units
-from .memory import Extents, digest
+from .memory import Extents, digest_of
 from .tree import Flattener, Leaf, extent, is_strided
 
 Optimizer = torch.optim.Optimizer
@@ -36,18 +36,8 @@ _KEPT: Final = {
 Those that are not here have them from the start, or other ones.
 """
 _ASKED: Final = ("momentum", "amsgrad", "centered")
-_LEAVES: Final = (
-    torch.Tensor,
-    torch.nn.Module,
-    str,
-    bytes,
-    int,
-    float,
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.MethodType,
-)
+_CODE: Final = (type, types.ModuleType, types.FunctionType, types.MethodType)
+_LEAVES: Final = (torch.Tensor, torch.nn.Module, str, bytes, int, float, *_CODE)
 
 
 def held_optimizers(item: Any) -> list[Optimizer]:
@@ -106,6 +96,24 @@ def named_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 def keyed_parameters(modules: dict[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Return the parameters of registered modules by "name.key"."""
     return {f"{name}.{key}": tensor for name, module in modules.items() for key, tensor in named_parameters(module)}
+
+
+def keyed_tensors(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield "name.key" and tensor of the parameters and buffers of registered modules."""
+    for name, module in modules.items():
+        for key, tensor in chain(named_parameters(module), named_buffers(module)):
+            yield f"{name}.{key}", tensor
+
+
+def modules_of(objects: dict[str, Any]) -> dict[str, torch.nn.Module]:
+    """Return those of registered objects that are modules."""
+    return {name: item for name, item in objects.items() if isinstance(item, torch.nn.Module)}
+
+
+def trained_by(optimizers: Iterable[Optimizer], modules: dict[str, torch.nn.Module]) -> list[str]:
+    """Return the names of the registered modules' parameters that these optimizers update."""
+    trained = {id(tensor) for optimizer in optimizers for tensor in parameters(optimizer)}
+    return [path for path, parameter in keyed_parameters(modules).items() if id(parameter) in trained]
 
 
 def state_dict_of(item: Any) -> Any:
@@ -435,7 +443,7 @@ def _form(tensor: torch.Tensor) -> Hashable:
 def _content(tensor: torch.Tensor) -> Hashable:
     if not is_strided(tensor) or tensor.is_meta:
         return id(tensor)
-    return _form(tensor), digest(tensor)
+    return digest_of(tensor)
 
 
 def in_memory(leaf: Any) -> Hashable:
@@ -471,29 +479,17 @@ def unregistered(optimizer: Optimizer, objects: dict[str, Any]) -> str | None:
     An object that holds an optimizer keeps its state if it is an optimizer itself, or if its `state_dict()` has the key
     "param_groups" somewhere: a scheduler holds one and does not keep it. An object whose `state_dict()` fails now may
     well keep it.
-
-    Args:
-        optimizer: The one that is about to step.
-        objects: The registered objects by name.
     """
     # One that holds a registered one, as SAM does, is that one's wrapper.
     wrapped = held_optimizers(optimizer)
-    mine = {id(tensor) for held in wrapped for tensor in parameters(held)}
-    names = [
-        f"{name}.{key}"
-        for name, item in objects.items()
-        if isinstance(item, torch.nn.Module)
-        for key, parameter in named_parameters(item)
-        if id(parameter) in mine
-    ]
+    names = trained_by(wrapped, modules_of(objects))
     inside = set(map(id, wrapped))
     if not names or any(
         inside.intersection(map(id, held_optimizers(item))) and _keeps(item) for item in objects.values()
     ):
         return None
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"{type(optimizer).__qualname__} steps {names[0]}{more}, but no registered object keeps its state: it is not "
+        f"{type(optimizer).__qualname__} steps {some(names, 1)}, but no registered object keeps its state: it is not "
         "part of checkpoints, and a recovery goes on without it. Register it, or call checkpointer.replace() if "
         "it took the place of one that is registered"
     )

@@ -7,20 +7,22 @@ then the whole state is flattened again and compared with the slot, bit for bit.
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..errors import SlotError, StateError, TopologyError
+from ..errors import SlotError, StateError, TopologyError, some
 from ..format.manifest import Manifest, Node, ShardSpec, TensorSpec, leaf_paths
 from . import outside, unsaved
 from .exact import OwnTensors, load_into, put, put_flags, sharing_kept, without_uncastable
-from .fits import check_fits, some
-from .held import dict_items, held_optimizers, named_parameters, parameters, state_dict_of, whole_state
+from .fits import check_fits
+from .held import dict_items, held_optimizers, state_dict_of, trained_by, whole_state
+from .memory import leaf_of
 from .state import TrainingState, get_rng, set_rng
-from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, raw, shard_spec, unflatten
+from .tree import OPTIONAL_PARTS, Flattener, entries, kinds_at, link, plain, raw, shard_spec, unflatten
 from .values import renew
 from .verify import Comparison, Difference
 
@@ -33,18 +35,20 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor, untouc
     if saved.keys() - OPTIONAL_PARTS != {"objects", "values", "rng"}:
         raise SlotError(f"manifest tree has the parts {list(saved)}, not objects, values and rng")
     objects, now = entries(saved["objects"]), entries(entries(current.node)["objects"])
-    kinds = kinds_at(manifest.tree, unflatten(saved["kinds"], _no_leaf)) if "kinds" in saved else {}
+    kinds = kinds_at(manifest.tree, plain(saved["kinds"])) if "kinds" in saved else {}
     if "shared" in saved:
-        link(manifest.tree, unflatten(saved["shared"], _no_leaf))
+        link(manifest.tree, plain(saved["shared"]))
     doubts = check_fits(state.objects, objects, now, manifest.tensors, current.specs())
     modules = state.modules
     was_outside = outside.parse(saved["outside"]) if "outside" in saved else None
     if was_outside is not None and (others := list(outside.other_classes(was_outside, state.outside()))):
-        raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(others)}; start a new run id")
+        raise StateError(
+            f"the checkpoint does not fit, nothing was loaded: {some(others, between='; ')}; start a new run id"
+        )
     was_unsaved = unsaved.parse(saved["unsaved"]) if "unsaved" in saved else {}
     order = entries(saved["order"]) if "order" in saved else {}
     if differences := _other_order(state, order, objects, loaded=False):
-        raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(differences)}")
+        raise StateError(f"the checkpoint does not fit, nothing was loaded: {some(differences, between='; ')}")
     loader.keep(current, [(objects[name], now[name]) for name in modules])
     containers: dict[int, Any] = {}
     values = unflatten(saved["values"], loader.own_leaf, containers, kinds)
@@ -64,7 +68,7 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor, untouc
         for name, node in objects.items()
         if name not in modules
     }
-    trained = [(optimizer, _trained(optimizer, modules)) for optimizer in state.optimizers]
+    trained = [(optimizer, trained_by([optimizer], modules)) for optimizer in state.optimizers]
     before = [OwnTensors(item) for item in state.objects.values() if _holds(item)]
     for name, loaded in states.items():
         if name in untouched:
@@ -84,7 +88,7 @@ def load(state: TrainingState, manifest: Manifest, payload: torch.Tensor, untouc
         warnings.append("the checkpoint has no states of random number generators, which stay what they are")
     warnings += _check(state, manifest, payload, states, before)
     for optimizer, names in trained:
-        still = set(_trained(optimizer, modules))
+        still = set(trained_by([optimizer], modules))
         lost = [name for name in names if name not in still]
         if lost:
             raise _inexact(
@@ -132,16 +136,11 @@ def _has_state(node: Node) -> bool:
 
 def _names(node: Node) -> list[list[str | None]]:
     """Return the parameters' names that the manifest has for each group of an object."""
-    groups = unflatten(node, _no_leaf)
-    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
-        raise SlotError(f"manifest has {groups!r:.200} for the names of parameters, not a list for each group")
-    if not all(name is None or isinstance(name, str) for group in groups for name in group):
-        raise SlotError(f"manifest has {groups!r:.200} for the names of parameters, not only names")
+    groups = plain(node)
+    lists = [each for each in groups if isinstance(each, list)] if isinstance(groups, list) else []
+    if lists != groups or not all(name is None or isinstance(name, str) for name in chain(*lists)):
+        raise SlotError(f"manifest has {groups!r:.200} for the names of parameters, not a list of names for each group")
     return groups
-
-
-def _no_leaf(index: int) -> NoReturn:
-    raise SlotError(f"manifest has leaf {index} among the names of parameters")
 
 
 def _check(
@@ -182,25 +181,19 @@ def _differences(
     strict: list[Difference] = []
     lenient: list[Difference] = []
     unshared: list[Difference] = []
-    for name, item in state.objects.items():
-        found = list(comparison.differences(befores[name], afters[name], name))
-        if not found:
-            unshared += comparison.aliases(befores[name], afters[name], name)
-            unshared += comparison.frozen(befores[name], afters[name], name)
-        if _is_strict(item):
-            strict += found or comparison.sharing(befores[name], afters[name], name)
-        else:
-            if not found:
-                unshared += comparison.sharing(befores[name], afters[name], name)
-            strict += [difference for difference in found if not difference.plain]
-            lenient += [difference for difference in found if difference.plain]
+    places = [(name, befores[name], afters[name], item) for name, item in state.objects.items()]
     before, after = entries(saved["values"]), entries(now["values"])
-    for name, node in before.items():
-        found = list(comparison.differences(node, after[name], f"values.{name}"))
-        strict += found
-        if not found:
-            unshared += comparison.aliases(node, after[name], f"values.{name}")
-            unshared += comparison.sharing(node, after[name], f"values.{name}")
+    places += [(f"values.{name}", node, after[name], None) for name, node in before.items()]
+    for path, was, is_, item in places:
+        found = list(comparison.differences(was, is_, path))
+        links = [] if found else list(comparison.links(was, is_, path))
+        may_differ = item is not None and not _is_strict(item)
+        strict += [each for each in found if not (may_differ and each.plain)]
+        lenient += [each for each in found if may_differ and each.plain]
+        # Of values the script has tensors of its own, which `renew` has filled.
+        is_memory = not may_differ and item is not None
+        strict += [each for each in links if is_memory and not each.plain]
+        unshared += [each for each in links if not is_memory or each.plain]
     return strict, lenient, unshared
 
 
@@ -220,7 +213,7 @@ def _check_rng(saved: Node, manifest: Manifest, payload: torch.Tensor) -> None:
 def _inexact(differences: Any) -> StateError:
     return StateError(
         "the checkpoint was not restored exactly; the state is loaded in part, and the run ends here: "
-        + some(differences)
+        + some(differences, between="; ")
         + ". Let load_state_dict() take all that state_dict() returns, as it is"
     )
 
@@ -249,21 +242,10 @@ def _is_strict(item: Any) -> bool:
     return isinstance(item, torch.nn.Module) or type(item).__module__.partition(".")[0] == "torch" or _holds(item)
 
 
-def _trained(optimizer: torch.optim.Optimizer, modules: dict[str, torch.nn.Module]) -> list[str]:
-    """Return the names of the modules' parameters that `optimizer` has."""
-    mine = {id(tensor) for tensor in parameters(optimizer)}
-    return [
-        f"{name}.{key}"
-        for name, module in modules.items()
-        for key, parameter in named_parameters(module)
-        if id(parameter) in mine
-    ]
-
-
 def _module_state(module: torch.nn.Module, node: Node, loader: "_LeafLoader", kinds: dict[int, str]) -> Any:
     current = whole_state(module)
     # What the module does with it nobody knows, so it gets no view of the slot, whose memory goes.
-    state = OrderedDict((key, unflatten(child, loader.own_copy, kinds=kinds)) for key, child in entries(node).items())
+    state = OrderedDict((key, unflatten(child, loader.make, kinds=kinds)) for key, child in entries(node).items())
     state |= {key: value for key, value in current.items() if is_lazy(value) and key not in state}
     state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined]
     return state
@@ -299,7 +281,7 @@ class _LeafLoader:
         if index in self._kept:
             return self._kept[index]
         if index not in self._owned:
-            self._owned[index] = self._make(index)
+            self._owned[index] = self.make(index)
         return self._owned[index]
 
     def own_leaf(self, index: int) -> Any:
@@ -313,27 +295,20 @@ class _LeafLoader:
         """Return the `id`s of those of these leaves that `own` has returned in memory of their own."""
         return {id(self._owned[index]) for index in indices if index in self._owned}
 
-    def own_copy(self, index: int) -> Any:
+    def make(self, index: int) -> Any:
         """Return leaf `index` in memory of its own, on the type of device that it was captured from."""
-        return self._make(index)
-
-    def _make(self, index: int) -> Any:
         spec, offset = self._manifest.tensors[index], self._manifest.offsets[index]
         data = self._payload[offset : offset + spec.nbytes]
-        if spec.kind == "bytes":
-            return data.numpy().tobytes()
-        if spec.kind == "numpy":
-            array = np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy())
-            return _laid_out(array, spec.stride or ())
-        dtype = getattr(torch, spec.dtype)
-        stored = (
-            data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype, device="cpu")
-        )
+        stored = leaf_of(spec, data)
+        if isinstance(stored, bytes):
+            return stored
+        if isinstance(stored, np.ndarray):
+            return _laid_out(stored, spec.stride or ())
         if spec.within is not None:
             made = self._shared(spec, stored, *spec.within)
         else:
             stride = spec.stride or stored.stride()
-            made = torch.empty_strided(spec.shape, stride, dtype=dtype, device=spec.device)
+            made = torch.empty_strided(spec.shape, stride, dtype=stored.dtype, device=spec.device)
             raw(made).copy_(raw(stored))
         return made if spec.shard is None else self._shard(spec.shard, made)
 

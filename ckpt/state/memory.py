@@ -4,10 +4,12 @@ import ctypes
 from bisect import bisect_left
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 import xxhash
 
-from .tree import Extent, bytes_of
+from ..format.manifest import TensorSpec
+from .tree import Extent, Leaf, bytes_of
 
 
 def memory(address: int, nbytes: int) -> memoryview:
@@ -19,10 +21,33 @@ def memory(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(address))
 
 
+def leaf_of(spec: TensorSpec, data: torch.Tensor) -> Leaf:
+    """Return the leaf of which `data` (uint8, on the CPU) is the content, arrays and tensors as views of it."""
+    if spec.kind == "bytes":
+        return data.numpy().tobytes()
+    if spec.kind == "numpy":
+        return np.ndarray(spec.shape, dtype=np.dtype(spec.dtype), buffer=data.numpy())
+    dtype = getattr(torch, spec.dtype)
+    return data.view(dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype, device="cpu")
+
+
+def content_of(leaf: Leaf) -> torch.Tensor:
+    """Return the content of a leaf as bytes of the CPU, contiguous; those of a tensor may be its memory."""
+    if isinstance(leaf, torch.Tensor):
+        return bytes_of(leaf)
+    data = leaf if isinstance(leaf, bytes) else leaf.tobytes()
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
 def digest(tensor: torch.Tensor) -> str:
     """Return a hash of the content of a strided tensor."""
     plain = bytes_of(tensor)
     return xxhash.xxh3_128_hexdigest(memory(plain.data_ptr(), len(plain)))
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return what tells a strided tensor from others: its dtype, its shape and a hash of its content."""
+    return f"{tensor.dtype} {list(tensor.shape)} {digest(tensor)}"
 
 
 class Extents:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -10,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import SlotError, StateError
+from ..errors import SlotError, StateError, some
 from ..format.manifest import Node
-from .held import Optimizer, local, named_buffers, named_parameters, state_dict_of
+from .held import Optimizer, keyed_tensors, local, state_dict_of
 from .memory import Extents, writable
-from .tree import extent, is_strided, unflatten
+from .tree import extent, is_strided, plain
 
 _CLASSES: Final = "classes"
 _FROZEN: Final = "frozen"
@@ -53,15 +52,16 @@ def parse(node: Node) -> dict[str, Any]:
     Raises:
         SlotError: It is malformed.
     """
-    found: dict[str, Any] = unflatten(node, lambda index: index)
+    found: dict[str, Any] = plain(node)
     match found:
         case {"classes": dict(classes), "frozen": list(frozen), "evaluating": list(evaluating)} if len(found) == 3:
-            if all(map(_is_names, [list(classes), frozen, evaluating, *classes.values()])):
+            if all(map(are_names, [list(classes), frozen, evaluating, *classes.values()])):
                 return found
     raise SlotError(f"manifest has {str(found)[:200]} for what is outside of states")
 
 
-def _is_names(value: Any) -> bool:
+def are_names(value: Any) -> bool:
+    """Tell whether `value`, of a manifest, is a list of texts."""
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
@@ -78,10 +78,8 @@ def other_modes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     for part, attribute in ((_FROZEN, "requires_grad"), (_EVALUATING, "training")):
         changed = sorted(set(saved[part]) ^ set(now[part]))
         if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            value = changed[0] not in saved[part]
-            name = f"{changed[0]}{more}"
-            yield f"{attribute} of {name} was {value}, is {not value}, and restore() leaves it to the script"
+            value, names = changed[0] not in saved[part], some(changed, 1)
+            yield f"{attribute} of {names} was {value}, is {not value}, and restore() leaves it to the script"
 
 
 def remember_modes(modules: dict[str, torch.nn.Module]) -> None:
@@ -104,10 +102,9 @@ def set_modes() -> None:
 def ambiguous(modules: dict[str, torch.nn.Module]) -> str | None:
     """Return what is wrong with two tensors of one name, as modules "a" and "a.b" may have, or None."""
     known: dict[str, torch.Tensor] = {}
-    for name, module in modules.items():
-        for key, tensor in chain(named_parameters(module), named_buffers(module)):
-            if known.setdefault(f"{name}.{key}", tensor) is not tensor:
-                return f"{name}.{key} is a tensor of two modules: give one of them another name"
+    for path, tensor in keyed_tensors(modules):
+        if known.setdefault(path, tensor) is not tensor:
+            return f"{path} is a tensor of two modules: give one of them another name"
     return None
 
 

@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from .held import Optimizer, dict_items, has_groups, has_hooks, in_memory, local, parameters, state_of
-from .memory import digest
+from .memory import digest_of
 from .tree import Flattener, bytes_of, extent, is_strided
 
 NOTHING: Final = object()
@@ -256,8 +256,3 @@ def form_of(item: Any) -> str | None:
         return None if None in forms else f"{kind.__name__} {forms}"
     fixed = item is None or isinstance(item, _FIXED)
     return f"{type(item).__name__} {item!r}" if fixed else None
-
-
-def digest_of(tensor: torch.Tensor) -> str:
-    """Return what tells a strided tensor from others: its dtype, its shape and a hash of its content."""
-    return f"{tensor.dtype} {list(tensor.shape)} {digest(tensor)}"

@@ -23,6 +23,7 @@ from .held import (
     keyed_parameters,
     later_bytes,
     mistaken_key,
+    modules_of,
     named_parameters,
     parameters,
     state_dict_of,
@@ -262,7 +263,7 @@ class TrainingState:
     def find_trained(self) -> None:
         """Look for the modules and optimizers of the objects, which may make others when they load."""
         self.held = self._held()
-        self.modules = {name: item for name, item in self.objects.items() if isinstance(item, torch.nn.Module)}
+        self.modules = modules_of(self.objects)
         self.optimizers = list({id(found): found for several in self.held.values() for found in several}.values())
         self.trained = frozenset([*self.held, *self.modules])
         apart = {id(each) for item in self.objects.values() for each in _differing(item)}

@@ -4,9 +4,8 @@ A node is a JSON scalar (None, bool, finite float, 64-bit int, str), or an array
 
 - `["l", node…]`, `["t", node…]`, `["d", [key node…], [value node…]]`, `["C", …]`: list, tuple, dict, Counter
 - `["x", index]`: the leaf with that index (tensor, numpy array, or long bytes)
-- `["i", hex]`, `["f", hex]`, `["z", real, imaginary]`, `["b", base64]`: other int, float, complex, short
-bytes - `["s", dtype, hex]`: numpy scalar - `["dtype", name]`, `["device", name]`, `["size", n…]`:
-torch.dtype, torch.device, torch.Size
+- `["i", hex]`, `["f", hex]`, `["z", real, imaginary]`, `["b", base64]`: other int, float, complex, short bytes
+- `["s", dtype, hex]`, `["dtype", name]`, `["device", name]`, `["size", n…]`: numpy scalar and torch's types
 """
 
 import base64
@@ -474,6 +473,15 @@ def unflatten(
         raise SlotError(f"manifest tree is malformed: {error!r}") from error
 
 
+def plain(node: Node) -> Any:
+    """Return the tree of a node in which there are no leaves; SlotError if there are."""
+
+    def refuse(index: int) -> NoReturn:
+        raise SlotError(f"manifest has leaf {index} where there can be none")
+
+    return unflatten(node, refuse)
+
+
 class _Decoder:
     """Makes values of nodes, one of each node."""
 
@@ -576,14 +584,6 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """Return flags as the bytes that they are, which torch's copies make 0 or 1; any other tensor as it is."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
-
-
-def same_keys(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """Tell whether two dicts have the same keys in the same order; NumPy compares its numbers with each of a tuple."""
-    return len(one) == len(other) and all(
-        left is right or (type(left) is type(right) and hash(left) == hash(right) and left == right)
-        for left, right in zip(one, other, strict=True)
-    )
 
 
 def same(left: Any, right: Any) -> bool:

@@ -1,7 +1,6 @@
 """What training goes on with and no `state_dict()` shows as it is: of it a checkpoint has digests, and no more."""
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -15,14 +14,17 @@ from .held import (
     Seen,
     equal_leaves,
     has_hooks,
+    keyed_tensors,
     local,
+    modules_of,
     named_buffers,
-    named_parameters,
     parameters,
     state_of,
 )
-from .shown import NOTHING, FlatTensors, digest_of, form_of, is_shown, left_out, live_parts, places_of
-from .tree import Flattener, is_strided, unflatten
+from .memory import digest_of
+from .outside import are_names
+from .shown import NOTHING, FlatTensors, form_of, is_shown, left_out, live_parts, places_of
+from .tree import Flattener, is_strided, plain
 
 _PARAMETERS: Final = "parameters"
 _BUFFERS: Final = "buffers"
@@ -83,7 +85,7 @@ class Unsaved:
         """
         before, known = self.digests, self._known
         self.digests, self._known = {}, {}
-        modules = _modules(objects)
+        modules = modules_of(objects)
         hooked = {name: module for name, module in modules.items() if has_hooks(module)}
         hidden = list(_hidden(modules, hooked, states, in_modules))
         kept = FlatTensors(flat)
@@ -167,9 +169,9 @@ def parse(node: Node) -> dict[str, dict[str, str]]:
     Raises:
         SlotError: It is malformed.
     """
-    found = unflatten(node, lambda index: index)
+    found = plain(node)
     parts = found.values() if isinstance(found, dict) and found.keys() <= _KINDS else [None]
-    if all(isinstance(part, dict) and all(isinstance(item, str) for item in [*part, *part.values()]) for part in parts):
+    if all(isinstance(part, dict) and are_names([*part, *part.values()]) for part in parts):
         return dict(found)
     raise SlotError(f"manifest has {str(found)[:200]} for what is not saved")
 
@@ -192,7 +194,7 @@ def lost(
         # What is shown as it is in only one of the two: the checkpoint has the other's.
         before = saved.get(kind, {})
         if paths := dict.fromkeys([*before, *now.get(kind, {})]):
-            live = _live(kind, _modules(objects), held)
+            live = _live(kind, modules_of(objects), held)
             found += [path for path in paths if form_of(live.get(path, NOTHING)) != before.get(path)]
     if placed := saved.get(_PLACES):
         places = places_of(held)
@@ -209,21 +211,13 @@ def other_buffers(saved: dict[str, dict[str, str]], now: dict[str, dict[str, str
             yield f"{path} is another one, which state_dict() leaves out"
 
 
-def _modules(objects: dict[str, Any]) -> dict[str, torch.nn.Module]:
-    return {name: item for name, item in objects.items() if isinstance(item, torch.nn.Module)}
-
-
 def _live(kind: str, modules: dict[str, torch.nn.Module], held: dict[str, list[Optimizer]]) -> dict[str, Any]:
     """Return what the objects have now of this kind, by path, whether a state shows it or not."""
     if kind == _OPTIMIZERS:
         return live_parts(held)
     if kind == _EXTRA:
         return {f"{name}.{key}": made for name, module in modules.items() for key, made in _extra(module)}
-    return {
-        f"{name}.{key}": tensor
-        for name, module in modules.items()
-        for key, tensor in chain(named_parameters(module), named_buffers(module))
-    }
+    return dict(keyed_tensors(modules))
 
 
 def _hidden(

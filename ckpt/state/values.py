@@ -9,12 +9,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from ..errors import some
 from .held import local
 from .memory import Extents, overlap, writable
-from .tree import PLAIN_TENSORS, Extent, Leaf, extent, raw, same, same_keys
+from .shown import form_of
+from .tree import PLAIN_TENSORS, Extent, Leaf, extent, raw, same
 
 _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
-_NAMED: Final = 5
 
 
 def renew(
@@ -34,9 +35,8 @@ def renew(
     renewal = _Renewal(others, shared, restored)
     values.update({name: renewal.of(values.get(name), wanted, name) for name, wanted in restored.items()})
     if renewal.replaced:
-        more = f" and {len(renewal.replaced) - _NAMED} more" if len(renewal.replaced) > _NAMED else ""
         warnings.warn(
-            f"restore() could not fill what the script registered as {', '.join(renewal.replaced[:_NAMED])}{more}: "
+            f"restore() could not fill what the script registered as {some(renewal.replaced)}: "
             "read it from checkpointer.values, the script's own object is not what was restored",
             RuntimeWarning,
             stacklevel=2,
@@ -113,7 +113,7 @@ class _Renewal:
         return False
 
     def _of_taken(self, now: Any, wanted: Any, path: str) -> Any:
-        if _alike(self._containers[id(now)], wanted):
+        if (form := form_of(wanted)) is not None and form_of(self._containers[id(now)]) == form:
             return now
         self.replaced.append(path)
         return wanted
@@ -229,14 +229,3 @@ def _copy(leaf: Any) -> Any:
         return leaf.copy()
     plain = leaf.detach()
     return raw(plain).clone().view(torch.bool) if plain.dtype is torch.bool else plain.clone()
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Tell whether two restored containers have the same content."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return same_keys(one, other) and all(_alike(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    return _equal(one, other) if isinstance(one, torch.Tensor | np.ndarray) else repr(one) == repr(other)

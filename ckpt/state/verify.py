@@ -3,16 +3,18 @@
 import ctypes
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from ..format.manifest import Manifest, Node, TensorSpec
-from .tree import Flattener, Leaf, bytes_of, unflatten
+from .memory import content_of, leaf_of
+from .tree import Flattener, unflatten
 
 _SHOWN: Final = 60
+_WITH_CHILDREN: Final = ("l", "t", "d", "C")
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -46,10 +48,8 @@ class Comparison:
         self._payload = payload
         self._now = now
         self._specs = now.specs()
-        self._places: dict[int, tuple[int, str]] = {}
-        self._origins: dict[int, tuple[int, str]] = {}
+        self._others: dict[tuple[str, str, int], tuple[tuple[str, int], str]] = {}
         self._groups: dict[int, tuple[int, int]] = {}
-        self._objects: dict[tuple[str, str, int], tuple[tuple[str, int], str]] = {}
 
     def differences(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
         """Yield where the node `now` of the state is not what `saved` of the slot is; both are at `path`."""
@@ -57,89 +57,64 @@ class Comparison:
             # Numbers of another type are others, and so is a zero of another sign.
             if isinstance(saved, list) or isinstance(now, list) or (type(saved), repr(saved)) != (type(now), repr(now)):
                 yield self._differing(saved, now, path)
-            return
-        match saved[0]:
-            case "x":
-                yield from self._leaf(saved[1], now[1], path)
-            case "l" | "t" if len(saved) == len(now):
-                for index, (before, after) in enumerate(zip(saved[1:], now[1:], strict=True)):
-                    yield from self.differences(before, after, f"{path}.{index}")
-            case "d" | "C":
-                yield from self._dict(saved, now, path)
-            case _ if saved != now:
-                yield self._differing(saved, now, path)
+        elif saved[0] == "x":
+            yield from self._leaf(saved[1], now[1], path)
+        elif saved[0] in _WITH_CHILDREN and len(saved) == len(now):
+            befores, afters = _children(saved), _children(now)
+            for key in dict.fromkeys([*befores, *afters]):
+                place = _below(path, key)
+                if key in befores and key in afters:
+                    yield from self.differences(befores[key], afters[key], place)
+                else:
+                    yield self._absent(befores.get(key), afters.get(key), place, is_new=key in afters)
+        elif saved != now:
+            yield self._differing(saved, now, path)
 
-    def sharing(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
-        """Yield which tensors share memory in only one of the two; call it for nodes that have no other differences."""
-        for one, two, place in _pairs(saved, now, path):
-            if one[0] != "x":
-                continue
-            index, other = one[1], two[1]
-            before, after = self._manifest.tensors[index], self._specs[other]
-            if before.kind != "torch" or not before.nbytes:
-                continue
-            known, known_path = self._places.setdefault(index, (other, place))
-            origin, origin_path = self._origins.setdefault(other, (index, place))
-            if known != other:
-                yield _plainly(place, f"one tensor with {known_path} in the checkpoint, two now")
-            elif origin != index:
-                yield _plainly(place, f"one tensor with {origin_path} now, two in the checkpoint")
-            elif (before.within is None) != (after.within is None):
-                yield _plainly(
-                    place, f"shares memory with another one only {'now' if after.within else 'in the checkpoint'}"
-                )
-            elif before.within is not None and after.within is not None:
-                moved = (after.within[0], after.within[1] - before.within[1])
-                if self._groups.setdefault(before.within[0], moved) != moved:
-                    yield _plainly(place, "shares other memory in the checkpoint than now")
+    def links(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
+        """Yield what is one object, shares memory or requires grad in only one of the two.
 
-    def aliases(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
-        """Yield which lists, dicts and arrays are one object in only one of the two; call it as `sharing`."""
+        Call it for nodes that have no other differences. What concerns the memory of tensors is not `plain`.
+        """
         for before, after, place in _pairs(saved, now, path):
-            if before[0] == "x":
-                if self._specs[after[1]].kind != "numpy":
-                    continue
-                one, other = ("array", before[1]), ("array", after[1])
-            else:
-                one, other = ("container", id(before)), ("container", id(after))
-            known, known_path = self._objects.setdefault(("saved", *one), (other, place))
-            origin, origin_path = self._objects.setdefault(("now", *other), (one, place))
-            if known != other:
-                yield Difference(
-                    path=place, text=f"one object with {known_path} in the checkpoint, two now", plain=True
-                )
-            elif origin != one:
-                yield Difference(
-                    path=place, text=f"one object with {origin_path} now, two in the checkpoint", plain=True
-                )
+            if before[0] != "x":
+                yield from self._other(("container", id(before)), ("container", id(after)), place, "object")
+                continue
+            was, is_ = self._manifest.tensors[before[1]], self._specs[after[1]]
+            if was.grad != is_.grad:
+                yield Difference(path=place, text=f"requires_grad was {was.grad}, is {is_.grad}", plain=True)
+            if was.kind == "bytes" or (was.kind == "torch" and not was.nbytes):
+                continue
+            what = "object" if was.kind == "numpy" else "tensor"
+            others = list(self._other(("leaf", before[1]), ("leaf", after[1]), place, what))
+            yield from others
+            if others:
+                continue
+            if (was.within is None) != (is_.within is None):
+                where = "now" if is_.within else "in the checkpoint"
+                yield Difference(path=place, text=f"shares memory with another one only {where}", plain=False)
+            elif was.within is not None and is_.within is not None:
+                moved = (is_.within[0], is_.within[1] - was.within[1])
+                if self._groups.setdefault(was.within[0], moved) != moved:
+                    yield Difference(path=place, text="shares other memory in the checkpoint than now", plain=False)
 
-    def frozen(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
-        """Yield which leaves require grad in only one of the two; call it as `sharing`."""
-        for before, after, place in _pairs(saved, now, path):
-            if before[0] == "x":
-                was, is_ = self._manifest.tensors[before[1]].grad, self._specs[after[1]].grad
-                if was != is_:
-                    yield Difference(path=place, text=f"requires_grad was {was}, is {is_}", plain=True)
+    def _other(self, one: tuple[str, int], other: tuple[str, int], path: str, what: str) -> Iterator[Difference]:
+        """Yield that `one` in the checkpoint is not the only one which is `other` now, if an earlier pair says so."""
+        known, known_path = self._others.setdefault(("saved", *one), (other, path))
+        origin, origin_path = self._others.setdefault(("now", *other), (one, path))
+        text = None
+        if known != other:
+            text = f"one {what} with {known_path} in the checkpoint, two now"
+        elif origin != one:
+            text = f"one {what} with {origin_path} now, two in the checkpoint"
+        if text is not None:
+            yield Difference(path=path, text=text, plain=what != "tensor")
 
-    def _dict(self, saved: Node, now: Node, path: str) -> Iterator[Difference]:
-        befores = {json.dumps(key): child for key, child in zip(saved[1], saved[2], strict=True)}
-        afters = {json.dumps(key): child for key, child in zip(now[1], now[2], strict=True)}
-        for key in dict.fromkeys([*befores, *afters]):
-            place = f"{path}.{_key(json.loads(key))}"
-            if key not in afters:
-                yield Difference(
-                    path=place,
-                    text=f"{self._shown(befores[key], self._manifest.tensors)} in the checkpoint, nothing now",
-                    plain=self._is_plain(befores[key], self._manifest.tensors),
-                )
-            elif key not in befores:
-                yield Difference(
-                    path=place,
-                    text=f"nothing in the checkpoint, {self._shown(afters[key], self._specs)} now",
-                    plain=self._is_plain(afters[key], self._specs),
-                )
-            else:
-                yield from self.differences(befores[key], afters[key], place)
+    def _absent(self, saved: Node, now: Node, path: str, *, is_new: bool) -> Difference:
+        """Return that one of the two has nothing at `path`."""
+        node, specs = (now, self._specs) if is_new else (saved, self._manifest.tensors)
+        shown, plain = self._shown(node, specs), self._is_plain(node, specs)
+        text = f"nothing in the checkpoint, {shown} now" if is_new else f"{shown} in the checkpoint, nothing now"
+        return Difference(path=path, text=text, plain=plain)
 
     def _leaf(self, index: int, other: int, path: str) -> Iterator[Difference]:
         before, after = self._manifest.tensors[index], self._specs[other]
@@ -149,7 +124,7 @@ class Comparison:
             return
         offset = self._manifest.offsets[index]
         stored = self._payload[offset : offset + before.nbytes]
-        live = _bytes(self._now.leaves[other])
+        live = content_of(self._now.leaves[other])
         if before.nbytes and _memcmp(live.data_ptr(), stored.data_ptr(), before.nbytes):
             yield Difference(path=path, text=_first(before, stored, live), plain=plain)
 
@@ -165,8 +140,7 @@ class Comparison:
             return True
         if node[0] == "x":
             return specs[node[1]].kind == "bytes"
-        children = node[2] if node[0] in ("d", "C") else node[1:] if node[0] in ("l", "t") else ()
-        return all(self._is_plain(child, specs) for child in children)
+        return all(self._is_plain(child, specs) for child in _children(node).values())
 
     def _shown(self, node: Node, specs: tuple[TensorSpec, ...]) -> str:
         text = repr(unflatten(node, lambda index: _Shown(specs[index])))
@@ -183,38 +157,28 @@ class _Shown:
         return str(self._spec)
 
 
+def _children(node: Node) -> dict[str, Node]:
+    """Return the nodes in that of a list, tuple or dict by their keys, as JSON; of another one nothing."""
+    if not isinstance(node, list) or node[0] not in _WITH_CHILDREN:
+        return {}
+    if node[0] in ("l", "t"):
+        return {str(index): child for index, child in enumerate(node[1:])}
+    return {json.dumps(key): child for key, child in zip(node[1], node[2], strict=True)}
+
+
 def _pairs(saved: Node, now: Node, path: str) -> Iterator[tuple[Node, Node, str]]:
     """Yield the nodes of leaves, lists and dicts of two equal trees, and their paths."""
-    if not isinstance(saved, list):
-        return
-    if saved[0] in ("x", "l", "d", "C"):
+    if isinstance(saved, list) and saved[0] in ("x", "l", "d", "C"):
         yield saved, now, path
-    if saved[0] in ("l", "t"):
-        for index, (before, after) in enumerate(zip(saved[1:], now[1:], strict=True)):
-            yield from _pairs(before, after, f"{path}.{index}")
-    elif saved[0] in ("d", "C"):
-        others = {json.dumps(key): child for key, child in zip(now[1], now[2], strict=True)}
-        for key, child in zip(saved[1], saved[2], strict=True):
-            yield from _pairs(child, others[json.dumps(key)], f"{path}.{_key(key)}")
+    others = _children(now)
+    for key, child in _children(saved).items():
+        yield from _pairs(child, others[key], _below(path, key))
 
 
-def _plainly(path: str, text: str) -> Difference:
-    return Difference(path=path, text=text, plain=False)
-
-
-def _key(node: Node) -> str:
+def _below(path: str, key: str) -> str:
     # A number of NumPy is another key than the number that it is equal to.
-    key = unflatten(node, lambda index: f"leaf {index}")
-    return key if isinstance(key, str) else repr(key)
-
-
-def _bytes(leaf: Leaf) -> torch.Tensor:
-    """Return the content of `leaf` as bytes of the CPU, contiguous."""
-    if isinstance(leaf, bytes):
-        return torch.from_numpy(np.frombuffer(leaf, dtype=np.uint8).copy())
-    if isinstance(leaf, np.ndarray):
-        return _bytes(leaf.tobytes())
-    return bytes_of(leaf)
+    found = unflatten(json.loads(key), lambda index: f"leaf {index}")
+    return f"{path}.{found if isinstance(found, str) else repr(found)}"
 
 
 def _first(spec: TensorSpec, stored: torch.Tensor, live: torch.Tensor) -> str:
@@ -228,13 +192,10 @@ def _first(spec: TensorSpec, stored: torch.Tensor, live: torch.Tensor) -> str:
 
     def value(data: torch.Tensor) -> str:
         piece = data[begin : begin + size].clone()
-        bits = piece.numpy().tobytes()
-        if spec.kind == "numpy":
-            return f"{np.frombuffer(bits, dtype=np.dtype(spec.dtype))[0]} (bytes {bits.hex()})"
-        # Not each of torch's types can be made a number of Python's.
-        number = piece.view(getattr(torch, spec.dtype)).to(
-            torch.complex64 if "complex" in spec.dtype else torch.float64
-        )
-        return f"{number[0].item()} (bytes {bits.hex()})"
+        number: Any = leaf_of(replace(spec, shape=()), piece)
+        if isinstance(number, torch.Tensor):
+            # Not each of torch's types can be made a number of Python's.
+            number = number.to(torch.complex64 if number.is_complex() else torch.float64).item()
+        return f"{number} (bytes {piece.numpy().tobytes().hex()})"
 
     return f"{value(stored)} at {place} in the checkpoint, {value(live)} now"

@@ -221,7 +221,7 @@ class Exchange:
         header = base64.b64encode(page).decode()
         while True:
             try:
-                answer = self._link.request("allocate_replica", timeout_s=_ALLOCATE_S, header=header)
+                answer = self._link.request("allocate_replica", within_s=_ALLOCATE_S, header=header)
             except CheckpointError as error:
                 _log.warning("an announced replica is refused: %s", error)
                 return None, Reply.NEVER
