@@ -96,7 +96,7 @@ class Job:
         self._tree = ReportTree(view=self.view, slots=slots, claims=self._digests.claims, dial=self._replicator.dial)
         self._protected_by: tuple[int, list[str]] = (0, [])
         self._commits = 0
-        self._leased = leased = LeasedKeys(keys.prefix(spec.run_id), self.view)
+        self._leased = leased = LeasedKeys(self.view)
         self._observer = Observer(
             policy=spec.policy,
             view=self.view,

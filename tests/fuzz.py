@@ -219,12 +219,12 @@ def run_targets() -> list[Target]:
     }
     folders = {key: 2 if key in (keys.DONE, keys.RECOVERED) else 1 for key in document if isinstance(key, keys.Folder)}
 
-    def entries(data: bytes, prefix: str = "") -> dict[str, Entry]:
+    def entries(data: bytes) -> dict[str, Entry]:
         values: dict[str, Any] = {}
 
         def see(key: str, value: Any, depth: int) -> None:
             if not depth:
-                values[prefix + key] = value
+                values[key] = value
             elif isinstance(value, dict):
                 for name, inner in value.items():
                     see(f"{key}/{name}", inner, depth - 1)
@@ -247,7 +247,7 @@ def run_targets() -> list[Target]:
                     recoveries.see(key, entry.value)
         recoveries.describe(1.0)
         decision = decide(state.view, RootPolicy(), 1e9)
-        json.dumps(transaction(state.view, decision, 1e9).below(""), allow_nan=False)
+        json.dumps(transaction(state.view, decision, 1e9), allow_nan=False)
         return decision, state.agreed, state.persist, state.committed, state.world_size
 
     def launcher(data: bytes) -> object:
@@ -256,7 +256,7 @@ def run_targets() -> list[Target]:
 
     def injector(data: bytes) -> object:
         sight = Sight()
-        sight.see(entries(data, "run/"), "run/")
+        sight.see(entries(data))
         return sight.is_whole, sight.step, sight.host_of(0)
 
     honest = json.dumps(document).encode()

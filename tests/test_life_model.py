@@ -146,7 +146,7 @@ def moves(world: World) -> Moves:
             yield f"daemon {index} {what}", after
     if world.losses and world.store:
         yield "etcd loses its data", replace(world, store=frozenset(), revision=0, losses=0)
-    forgotten = commit(world, (((keys.MEMBERS(), 0),), (), tuple(keys.lasting("")))) if world.forgets else None
+    forgotten = commit(world, (((keys.MEMBERS(), 0),), (), keys.lasting())) if world.forgets else None
     if forgotten is not None and forgotten.store != world.store:
         yield "somebody forgets the run", replace(forgotten, forgets=0)
 
@@ -426,7 +426,7 @@ def test_invariants_hold_deeper(start: str) -> None:
 
 def unguarded(made: Transaction, *names: str) -> Transaction:
     """Return a transaction without the guards on what begins so."""
-    return replace(made, guards={key: at for key, at in made.guards.items() if not key.startswith(names)})
+    return made._replace(guards={key: at for key, at in made.guards.items() if not key.startswith(names)})
 
 
 def mutants() -> dict[str, tuple[str, object, str, str]]:
@@ -466,7 +466,7 @@ def mutants() -> dict[str, tuple[str, object, str, str]]:
         ),
         "an end leaves the life as it was": (
             "end",
-            lambda *given: replace(end(*given), puts={keys.JOB: end(*given).puts[keys.JOB]}),
+            lambda *given: end(*given)._replace(puts={keys.JOB: end(*given).puts[keys.JOB]}),
             "training",
             r"\(2\)",
         ),

@@ -48,19 +48,17 @@ class Committer:
 
     Args:
         etcd: The job's connection.
-        prefix: Of the job's keys.
         view: What is known of the job.
         tree: Through which the hosts report.
         state: What the job's keys say; whoever changes it calls the view's `notify`.
         agrees: Tells whether ranks that must hold the same bytes do in a pair; else it is not committed.
         keep_every: Steps between the older committed pairs that stay in memory.
-        also: Returns what else is put when a pair is committed, by key without the prefix.
+        also: Returns what else is put when a pair is committed, by key.
     """
 
     def __init__(
         self,
         etcd: Etcd,
-        prefix: str,
         *,
         view: JobView,
         tree: ReportTree,
@@ -70,7 +68,6 @@ class Committer:
         also: Callable[[Pair], Mapping[str, Any]] | None,
     ) -> None:
         self._etcd = etcd
-        self._prefix = prefix
         self._view = view
         self._tree = tree
         self._state = state
@@ -105,10 +102,7 @@ class Committer:
             puts[keys.NEXT] = pair_value(Pair(move.generation, following))
             log.debug("%s is committed, step %d is captured next", move.pair, following)
             try:
-                await self._etcd.commit(
-                    {self._prefix + key: revision for key, revision in guards.items()},
-                    {self._prefix + key: value for key, value in puts.items()},
-                )
+                await self._etcd.commit(guards, puts)
                 await self._view.wait_until_shown(lambda: self._guards() != guards)  # noqa: B023
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)

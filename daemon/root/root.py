@@ -100,7 +100,6 @@ class Root:
         made_by: Callable[[Pair], Awaitable[int | None]] | None,
     ) -> None:
         self._run_id = run_id
-        self._prefix = keys.prefix(run_id)
         self._etcd = etcd
         self._view = view
         self._tree = tree
@@ -117,7 +116,6 @@ class Root:
         self._corruption = corruption
         self._comparer = Comparer(
             etcd,
-            self._prefix,
             view=view,
             claims=self._claims,
             digests=digests,
@@ -126,7 +124,6 @@ class Root:
         )
         self._committer = Committer(
             etcd,
-            self._prefix,
             view=view,
             tree=tree,
             state=self._state,
@@ -146,9 +143,9 @@ class Root:
             group.create_task(self._supervisor.keep("govern", self._govern, essential=True))
 
     async def _mirror(self) -> None:
-        async with aclosing(self._etcd.changes(self._prefix)) as states:
+        async with aclosing(self._etcd.changes()) as states:
             async for changes in states:
-                self._state.apply({key.removeprefix(self._prefix): entry for key, entry in changes.items()})
+                self._state.apply(changes)
                 if self._view.left_out != self._state.left_out:
                     self._view.left_out = self._state.left_out
                 self._tree.beside = self._state.spares
@@ -252,8 +249,8 @@ class Root:
             if isinstance(action, FallBack) and not is_import(action.pair) and self._made_by is not None:
                 ranks = await self._made_by(action.pair)
                 if ranks is not None:
-                    made = replace(made, puts={**made.puts, keys.COMMITTED: {"world_size": ranks}})
-        return await self._etcd.commit(*made.below(self._prefix)) > 0
+                    made = made._replace(puts={**made.puts, keys.COMMITTED: {"world_size": ranks}})
+        return await self._etcd.commit(*made) > 0
 
     def _announce(self, seen: RootView, decision: Decision) -> None:
         for action in decision.actions:
@@ -274,7 +271,7 @@ class Root:
         """Let the operator answer, however long it takes, and remember what it said."""
         outcome = await ask(request)
         log.warning("%s", outcome)
-        key = self._prefix + keys.DECISIONS
+        key = keys.DECISIONS
         about = {"unix_s": time.time(), "root": self._view.host, "generation": request.generation}
         entry = {**about, "kind": "operator", "hosts": _named(request.host), "reason": outcome}
         while True:

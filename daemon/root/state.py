@@ -44,7 +44,7 @@ class RootState:
         self._gone: dict[int, tuple[str, ...]] = {}
 
     def apply(self, changes: Mapping[str, Entry | None]) -> None:
-        """Let keys, which have lost the run's prefix, hold these entries; None: there is no such key any more.
+        """Let keys hold these entries; None: there is no such key any more.
 
         Raises:
             DaemonError: The round, the watermark or the next capture, on which everything depends, has not its form.

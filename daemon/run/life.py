@@ -7,10 +7,10 @@ anew: no name comes twice.
 """
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from resilient_run.ckpt.format.pair import Pair, pair_value
 
@@ -64,21 +64,12 @@ TRANSITIONS: Mapping[tuple[State, State], str] = {
 _OF_ONE_LIFE = (keys.STORES(), keys.FAILURES(), keys.DONE(), keys.RECOVERED(), keys.INJECTION, keys.HISTORY)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transaction:
-    """What `Etcd.commit` takes, by key without the run's prefix."""
+class Transaction(NamedTuple):
+    """What `Etcd.commit` takes."""
 
     guards: Mapping[str, int]
-    puts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    puts: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     deletes: Sequence[str] = ()
-
-    def below(self, prefix: str) -> tuple[dict[str, int], dict[str, Mapping[str, Any]], list[str]]:
-        """Return its parts with full keys."""
-        return (
-            {prefix + key: revision for key, revision in self.guards.items()},
-            {prefix + key: value for key, value in self.puts.items()},
-            [prefix + key for key in self.deletes],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +145,7 @@ class Life:
         """Remove it once all have left it, unless it failed and something is committed, which the next one restores."""
         failed = self.job.closed is None or self.job.closed.failed
         guards = {**self.guard, keys.MEMBERS(): 0} | ({keys.WATERMARK: 0} if failed else {})
-        return Transaction(guards=guards, deletes=keys.lasting(""))
+        return Transaction(guards=guards, deletes=keys.lasting())
 
     def openings(self, terms: Requirements, *, abandoned: bool) -> tuple[Transaction, ...]:
         """Return what a new launcher may do before it can be in the run, best first; nothing if it goes on as it is.
@@ -186,7 +177,7 @@ class Life:
 
 def sweep() -> Transaction:
     """Remove what is left of a run whose job somebody has removed."""
-    return Transaction(guards={keys.JOB: 0, keys.MEMBERS(): 0}, deletes=keys.lasting(""))
+    return Transaction(guards={keys.JOB: 0, keys.MEMBERS(): 0}, deletes=keys.lasting())
 
 
 def begin(job: Agreement, persisted: Sequence[Sequence[int]], world_size: int | None) -> Transaction:
