@@ -4,9 +4,10 @@ import ast
 import re
 from pathlib import Path
 
+from life_states import TRANSITIONS
+
 from resilient_run.daemon.etcd.config import RUNS
 from resilient_run.daemon.run import keys
-from resilient_run.daemon.run.life import TRANSITIONS
 
 ROOT = Path(__file__).parent.parent
 AT_HOME = ("daemon/run/keys.py", "daemon/etcd/config.py")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import pytest
+from life_states import TRANSITIONS, State
 
 from resilient_run.ckpt.format.pair import Pair, pair_value
 from resilient_run.daemon.etcd.client import Entry
@@ -19,7 +20,7 @@ from resilient_run.daemon.root.decide import Break, Decision, Stop
 from resilient_run.daemon.root.root import transaction
 from resilient_run.daemon.root.view import RootView
 from resilient_run.daemon.run import keys, life
-from resilient_run.daemon.run.life import TRANSITIONS, Life, State, Transaction
+from resilient_run.daemon.run.life import Life, Transaction
 from resilient_run.daemon.run.mirror import Mirror, pair_of_entry
 from resilient_run.daemon.run.records import Agreement, Closed, Failure, Requirements
 from resilient_run.daemon.run.rounds import Member, Round
