@@ -29,8 +29,8 @@ from ..run.view import JobView
 from .committer import Committer
 from .decide import (
     Action,
-    AddStandbys,
     Answered,
+    Ask,
     Break,
     Decision,
     FallBack,
@@ -38,7 +38,6 @@ from .decide import (
     Overlook,
     PutInQuarantine,
     Release,
-    Replace,
     Stop,
     decide,
     remembered,
@@ -257,10 +256,8 @@ class Root:
             log.log(logging.ERROR if isinstance(action, Stop) else logging.WARNING, "%s", action.reason)
             ask, hosts = self._operator.provide, tuple[str, ...]()
             match action:
-                case Replace():
+                case Ask():
                     hosts = action.hosts
-                case AddStandbys():
-                    hosts = ("",) * action.count
                 case Release():
                     ask, hosts = self._operator.release, (action.host,)
             for host in hosts:
@@ -336,10 +333,9 @@ def _entry(action: Action) -> dict[str, Any]:
             hosts = _named(failure.host)
         case PutInQuarantine(host=host):
             kind, hosts = "quarantine", [host]
-        case Replace():
-            kind, hosts = "replace", list(action.hosts)
-        case AddStandbys():
-            kind = "add_standbys"
+        case Ask():
+            hosts = [host for host in action.hosts if host]
+            kind = "replace" if hosts else "add_standbys"
         case Answered(host=host):
             kind, hosts = "answered", [host]
         case Release(host=host):
