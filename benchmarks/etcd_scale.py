@@ -233,9 +233,7 @@ def round_value(hosts: int) -> dict[str, Any]:
 
 def config_of(endpoint: str) -> EtcdConfig:
     """Return how to reach the etcd of this benchmark."""
-    return EtcdConfig.from_dict(
-        {"endpoints": [endpoint], "user": None, "password": None, "cacert": None, "cert": None, "key": None}
-    )
+    return EtcdConfig(endpoints=(endpoint,))
 
 
 def etcd_counters(endpoint: str) -> dict[str, float]:

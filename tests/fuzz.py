@@ -32,8 +32,10 @@ from hosts import MANIFEST, publish
 from resilient_run.ckpt.errors import DaemonError, SlotError, WireError
 from resilient_run.ckpt.format import digests, manifest, wire
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, plan_layout
+from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.base.policy import Policy, RootPolicy
 from resilient_run.daemon.base.record import JobRecord
+from resilient_run.daemon.base.spec import read_etcd
 from resilient_run.daemon.comparison.digests import EqualLeaves
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.etcd.config import EtcdConfig
@@ -165,8 +167,8 @@ def json_targets() -> list[Target]:
         Target(
             name="etcd configuration",
             honest=json.dumps(etcd_config.to_dict()).encode(),
-            read=lambda data: EtcdConfig.from_dict(wire.decode(data)),
-            errors=(ValueError, WireError),
+            read=lambda data: read_etcd(Fields({"etcd": wire.decode(data)}, "open_job"), "etcd"),
+            errors=(DaemonError, WireError),
         ),
         Target(
             name="manifest of the tier",
@@ -248,7 +250,7 @@ def run_targets() -> list[Target]:
         recoveries.describe(1.0)
         decision = decide(state.view, RootPolicy(), 1e9)
         json.dumps(transaction(state.view, decision, 1e9), allow_nan=False)
-        return decision, state.agreed, state.persist, state.committed, state.world_size
+        return decision, state.agreed, state.get(keys.PERSIST), state.get(keys.COMMITTED)
 
     def launcher(data: bytes) -> object:
         view = View.of(rendezvous_mirror().apply(entries(data)))

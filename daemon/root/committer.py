@@ -90,10 +90,10 @@ class Committer:
                 self._count(move)
             if move.pair is not None:
                 puts[keys.WATERMARK] = pair_value(move.pair)
-                if move.older != self._state.older:
+                if move.older != self._state.get(keys.OLDER, ()):
                     puts[keys.OLDER] = {"pairs": move.older}
-                world_size = self._state.world_size
-                if world_size is not None and self._state.committed != world_size:
+                world_size = None if self._state.round is None else self._state.round.world_size
+                if self._state.get(keys.COMMITTED) != world_size:
                     # Launchers do not follow the watermark, but must not lead the run to another size from now on.
                     puts[keys.COMMITTED] = {"world_size": world_size}
                 if self._also is not None:
@@ -135,5 +135,5 @@ class Committer:
         return _Move(generation=generation, pair=None, done=max(following, missed.step, *done), late=missed.late)
 
     def _guards(self) -> dict[str, int]:
-        revisions = {key: self._state.revision(key) for key in (keys.ROUND, keys.WATERMARK, keys.NEXT)}
+        revisions = {key: self._state.revisions.get(key, 0) for key in (keys.ROUND, keys.WATERMARK, keys.NEXT)}
         return revisions if self._state.life is None else revisions | self._state.life.guard

@@ -186,11 +186,11 @@ class Root:
         said = Said(
             term=term,
             number=self._tree.spoken + 1,
-            watermark=state.watermark,
-            watermark_revision=state.revision(keys.WATERMARK),
-            next=state.next,
-            older=state.older,
-            persist=state.persist,
+            watermark=state.get(keys.WATERMARK),
+            watermark_revision=state.revisions.get(keys.WATERMARK, 0),
+            next=state.get(keys.NEXT),
+            older=state.get(keys.OLDER, ()),
+            persist=state.get(keys.PERSIST),
         )
         return None if known is not None and replace(said, number=known.number) == known else said
 
