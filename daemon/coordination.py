@@ -18,7 +18,6 @@ from .comparison.digests import EqualLeaves, HostDigests
 from .etcd.client import Entry, Etcd, EtcdConfig, EtcdError, EtcdUnavailable
 from .peers.tree import ReportTree
 from .root.election import Election
-from .root.operator import Operator
 from .root.root import Root
 from .run import keys
 from .run.commit import HeldPair
@@ -303,12 +302,9 @@ class Coordinator:
                 etcd,
                 view=self._view,
                 tree=self._tree,
-                policy=self._policy.root,
-                corruption=self._policy.detect.corruption,
-                keep_every=self._policy.replication.keep_every,
+                policy=self._policy,
                 digests=self._digests,
                 observe=self._observe,
-                operator=Operator(self._policy.root),
                 group=requests,
                 supervisor=self._supervisor,
                 also_commit=None if self._persister is None else self._persister.requested_with,

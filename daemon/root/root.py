@@ -13,7 +13,7 @@ from typing import Any
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair, is_import, pair_value
 
-from ..base.policy import RootPolicy
+from ..base.policy import Policy
 from ..base.supervise import Supervisor
 from ..comparison.comparison import Comparer
 from ..comparison.digests import HostDigests
@@ -68,13 +68,10 @@ class Root:
         etcd: The job's connection.
         view: What this host knows of the job.
         tree: Through which the hosts report, and hear what is committed.
-        policy: How failures are answered.
-        corruption: What it leads to that ranks differ which must not: "warn", "stop" or "rollback".
-        keep_every: Steps between the older committed pairs that stay in memory.
+        policy: How failures are answered, and what stays in memory.
         digests: By which they are compared.
         observe: Takes in what way they differ.
-        operator: Asked for hosts, and given back those that are not needed.
-        group: Runs the requests to it.
+        group: Runs the requests to the operator.
         supervisor: Of the job's tasks.
         also_commit: Returns what else is put when a pair is committed, by key.
         made_by: Returns how many ranks captured a pair that the persistent tier has, None if it cannot be read.
@@ -87,12 +84,9 @@ class Root:
         *,
         view: JobView,
         tree: ReportTree,
-        policy: RootPolicy,
-        corruption: str,
-        keep_every: int,
+        policy: Policy,
         digests: HostDigests,
         observe: Callable[[Mapping[str, Observation]], None],
-        operator: Operator,
         group: asyncio.TaskGroup,
         supervisor: Supervisor,
         also_commit: Callable[[Pair], Mapping[str, Any]] | None,
@@ -102,8 +96,8 @@ class Root:
         self._etcd = etcd
         self._view = view
         self._tree = tree
-        self._policy = policy
-        self._operator = operator
+        self._policy = policy.root
+        self._operator = Operator(policy.root)
         self._made_by = made_by
         self._group = group
         self._supervisor = supervisor
@@ -112,13 +106,13 @@ class Root:
         self._over_in: int | None = None
         self._absent_since_s: dict[str, float] = {}
         self._short_since_s: float | None = None
-        self._corruption = corruption
+        self._corruption = policy.detect.corruption
         self._comparer = Comparer(
             etcd,
             view=view,
             claims=self._claims,
             digests=digests,
-            action=corruption,
+            action=self._corruption,
             observe=observe,
         )
         self._committer = Committer(
@@ -127,7 +121,7 @@ class Root:
             tree=tree,
             state=self._state,
             agrees=self._comparer.agrees,
-            keep_every=keep_every,
+            keep_every=policy.replication.keep_every,
             also=also_commit,
         )
 
