@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lab_job import lines_of
+from netlab import NetLab, NetLabError
 from report import Summary, parser, table, write_json
-
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 FOLDER = Path(__file__).parent
 EXAMPLES = {

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lab_job import PAYLOAD, lines_of
+from netlab import NetLab, NetLabError
 from report import Summary, parser, table, write_json
-
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("at_once_worker.py"))
 AT_ONCE_MS = (2, 4, 8, 16, 32)

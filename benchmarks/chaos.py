@@ -28,8 +28,7 @@ from report import parser, table, write_json
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from cluster import EXAMPLE, TINY, Cluster, Host, wait_until
 from lab import EtcdMember, LabCluster, NetHost
-
-from resilient_run.launcher.netlab import NetLab, unavailable
+from netlab import NetLab, unavailable
 
 SLOW_STEPS = Path(__file__).with_name("slow_steps.py")
 WORLD_SIZE = 4

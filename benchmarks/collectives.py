@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from lab_job import PAYLOAD, lines_of
+from netlab import NetLab, NetLabError
 from report import parser, table, write_json
 
 from resilient_run.comm.plan.collective import load
 from resilient_run.comm.plan.tree import Routine
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("collectives_worker.py"))
 

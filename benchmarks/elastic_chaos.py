@@ -43,8 +43,7 @@ from chaos import SHM_BYTES, keep_logs
 from cluster import wait_until
 from lab import EtcdMember, LabCluster
 from launchers import run_ctl, start_python
-
-from resilient_run.launcher.netlab import NetLab, unavailable
+from netlab import NetLab, unavailable
 
 WORKER = Path(__file__).with_name("elastic_worker.py")
 REPLICAS, MIN = 3, 2

@@ -161,7 +161,7 @@ async def lead(process: Process, config: EtcdConfig, group: asyncio.TaskGroup) -
         policy=Policy(),
         digests=HostDigests(host.view, host.slots, no_peer),  # type: ignore[arg-type]
         observe=lambda found: None,
-        leased=LeasedKeys(keys.prefix(RUN_ID), host.view),
+        leased=LeasedKeys(host.view),
         persister=None,
         config=config,
         address=process.addresses[host.view.host],
@@ -233,9 +233,7 @@ def round_value(hosts: int) -> dict[str, Any]:
 
 def config_of(endpoint: str) -> EtcdConfig:
     """Return how to reach the etcd of this benchmark."""
-    return EtcdConfig.from_dict(
-        {"endpoints": [endpoint], "user": None, "password": None, "cacert": None, "cert": None, "key": None}
-    )
+    return EtcdConfig(endpoints=(endpoint,))
 
 
 def etcd_counters(endpoint: str) -> dict[str, float]:
@@ -258,15 +256,14 @@ def etcd_counters(endpoint: str) -> dict[str, float]:
 
 async def plant(endpoint: str, hosts: int) -> None:
     """Write what launchers and daemons would have written: the job, its first round, and who is there."""
-    etcd = await Etcd.connect(config_of(endpoint))
-    prefix = keys.prefix(RUN_ID)
-    await etcd.put(prefix + keys.JOB, {"incarnation": "x", "min_nodes": hosts, "max_nodes": hosts, "token": "t"})
+    etcd = await Etcd.connect(config_of(endpoint), prefix=keys.prefix(RUN_ID))
+    await etcd.put(keys.JOB, {"incarnation": "x", "min_nodes": hosts, "max_nodes": hosts, "token": "t"})
     member = {"session": "s", "nproc": 1, "role": "", "label": "", "addr": ADDRESS, "pid": 1, "ready": 0}
     for index in range(hosts):
-        await etcd.put(prefix + keys.MEMBERS(host_name(index)), member)
+        await etcd.put(keys.MEMBERS(host_name(index)), member)
     for index in range(1, hosts):
-        await etcd.put(prefix + keys.HOSTS(host_name(index)), {"addr": ADDRESS, "port": 1, "every": 1, "sign": ""})
-    await etcd.put(prefix + keys.ROUND, round_value(hosts))
+        await etcd.put(keys.HOSTS(host_name(index)), {"addr": ADDRESS, "port": 1, "every": 1, "sign": ""})
+    await etcd.put(keys.ROUND, round_value(hosts))
     await etcd.close()
 
 

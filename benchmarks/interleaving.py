@@ -21,10 +21,10 @@ from typing import Any
 
 from jobs import RESILIENT_RUN
 from lab_job import key_in
+from netlab import NetLab, NetLabError
 from report import Summary, parser, table, write_json
 
 from resilient_run.launcher.etcd_server import find_etcd
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 SCHEMES = ("none", "interleaved", "no-pipeline", "naive", "unpaced", "blocking")
 WORKER = str(Path(__file__).with_name("interleaving_worker.py"))

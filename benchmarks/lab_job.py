@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from delayed_hosts import DelayedHosts
+from netlab import NetLab
 
 from resilient_run.daemon.trust.secret import make_key
-from resilient_run.launcher.netlab import NetLab
 
 PAYLOAD = 0.956
 """Of the rate of a link, at most: headers take the rest."""

@@ -27,9 +27,8 @@ from typing import Any
 from baselines import planners
 from curves import Points, plot, seconds_to_common
 from lab_job import lines_of
+from netlab import NetLab, NetLabError
 from report import Summary, parser, table, write_json
-
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RESILIENT_COMM = str(Path(sys.executable).with_name("resilient-comm"))

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from lab_job import lines_of
+from lab_state import parse_rate
+from netlab import NetLab, NetLabError
 from report import Summary, parser, table, write_json
 from timed_model import steps_of
-
-from resilient_run.launcher.lab.state import parse_rate
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("plans_worker.py"))
 WITH_BASELINES = str(Path(__file__).with_name("with_baselines.py"))

@@ -39,6 +39,7 @@ from typing import Any
 
 from baselines import planners
 from lab_job import PAYLOAD, lines_of
+from netlab import NetLab, NetLabError
 from report import Summary, parser, table, write_json
 from timed_model import Step
 
@@ -48,7 +49,6 @@ from resilient_run.comm.measure.probe import PROBED_COMPRESSED
 from resilient_run.comm.plan.collective import load
 from resilient_run.comm.plan.model import read_model
 from resilient_run.comm.plan.tree import Routine
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("predicted_worker.py"))
 FUSING = (*PLANNERS, *planners.FUSING)

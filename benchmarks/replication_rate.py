@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from netlab import NetLab
 from report import Summary, parser, table, write_json
 
 from resilient_run.daemon.etcd.client import EtcdConfig
-from resilient_run.launcher.netlab import NetLab
 
 # The daemons' test harness plays launcher, rendezvous and trainers.
 sys.path.append(str(Path(__file__).parent.parent / "tests"))

@@ -35,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from lab_state import parse_rate
+from netlab import NetLab
 from report import Summary, parser, table, write_json
 
 from resilient_run.ckpt.format import wire
@@ -45,8 +47,6 @@ from resilient_run.daemon.peers.holders import Holders
 from resilient_run.daemon.peers.peers import PeerServer
 from resilient_run.daemon.slots.slots import SlotFile
 from resilient_run.daemon.trust.identity import Identity
-from resilient_run.launcher.lab.state import parse_rate
-from resilient_run.launcher.netlab import NetLab
 
 RUN_ID = "bench"
 PAIR = (1, 1)

@@ -19,10 +19,10 @@ from typing import Any
 
 from baselines.cost import spardl_cost
 from lab_job import lines_of
+from netlab import NetLab, NetLabError
 from report import Summary, parser, table, write_json
 
 from resilient_run.comm.net.entries import kept_count
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("spardl_worker.py"))
 SIZES = {"matrix": 65_536, "resnet20": 269_722, "lstm-imdb": 2_561_052, "vgg16": 14_728_266}

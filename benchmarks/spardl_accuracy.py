@@ -21,9 +21,8 @@ from typing import Any
 
 from curves import Points, plot, seconds_to_common
 from lab_job import lines_of
+from netlab import NetLab, NetLabError
 from report import Summary, parser, table, write_json
-
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("spardl_accuracy_worker.py"))
 SCHEMES = ("spardl", "topk-a", "topk-dsa", "gtopk", "ok-topk", "dense")

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lab_job import lines_of
+from netlab import NetLab, NetLabError
 from report import Summary, parser, table, write_json
-
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WITH_BASELINES = Path(__file__).with_name("with_baselines.py")
 EXAMPLES = Path(__file__).parent.parent / "examples"

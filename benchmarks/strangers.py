@@ -20,10 +20,9 @@ from statistics import fmean, median
 from typing import Any
 
 from lab_job import lines_of
+from netlab import NetLab, NetLabError
 from report import Summary, parser, table, write_json
 from strange_trainings import TRAININGS
-
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 FOLDER = Path(__file__).parent
 ADVISE = ("-c", "from resilient_run.comm.cli.main import resilient_comm; resilient_comm()", "advise", "--json")

@@ -21,9 +21,9 @@ from typing import Any
 import jobs
 import report
 from lab_job import key_in
+from netlab import NetLab
 
 from resilient_run.launcher.etcd_server import find_etcd
-from resilient_run.launcher.netlab import NetLab
 
 WORKER = str(Path(__file__).with_name("transport_worker.py"))
 PROFILE_STEPS = 5

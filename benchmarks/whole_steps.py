@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from lab_job import PAYLOAD, lines_of
+from netlab import NetLab, NetLabError
 from predicted import QUEUE_S, Sample, cores_busy, plan_all, write_files
 from report import Summary, parser, table, write_json
 from sparse_workload import WIDTH, WORKLOADS
@@ -38,7 +39,6 @@ from timed_model import Step
 
 from resilient_run.comm.plan.collective import load
 from resilient_run.comm.plan.tree import Routine
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("whole_steps_worker.py"))
 DENSE, BASE = "dense", "all-reduce"

@@ -18,10 +18,9 @@ import sparsity
 from delayed_hosts import DelayedHosts
 from formulas import RECEIVED_BYTES, Sparsity
 from lab_job import lines_of
+from netlab import NetLab, NetLabError
 from report import Summary, parser, table, write_json
 from sparse_workload import WORKLOADS, gradient
-
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER = str(Path(__file__).with_name("zen_worker.py"))
 SCHEMES = (

@@ -31,6 +31,7 @@ from typing import Any, Final
 import sparsity
 import torch
 from lab_job import lines_of
+from netlab import NetLab, NetLabError
 from report import Summary, parser, table, write_json
 from torch import Tensor
 from zen_trained_models import TRAININGS, Training
@@ -39,7 +40,6 @@ from resilient_run.comm.compress.compressors import SampledTopK
 from resilient_run.comm.compress.feedback import MomentumCorrection
 from resilient_run.comm.runtime.bucket import LEAST_ELEMENTS
 from resilient_run.comm.zen.partition import Balanced
-from resilient_run.launcher.netlab import NetLab, NetLabError
 
 WORKER: Final = str(Path(__file__).with_name("zen_trained_worker.py"))
 BASE: Final = "all-reduce"

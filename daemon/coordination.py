@@ -18,7 +18,6 @@ from .comparison.digests import EqualLeaves, HostDigests
 from .etcd.client import Entry, Etcd, EtcdConfig, EtcdError, EtcdUnavailable
 from .peers.tree import ReportTree
 from .root.election import Election
-from .root.operator import make_operator
 from .root.root import Root
 from .run import keys
 from .run.commit import HeldPair
@@ -86,7 +85,6 @@ class Coordinator:
         self._digests = digests
         self._observe = observe
         self._leased = leased
-        self._prefix = keys.prefix(run_id)
         self._config = config
         self._address = address
         self._view = view
@@ -118,7 +116,7 @@ class Coordinator:
         etcd = await self._connect()
         try:
             async with asyncio.TaskGroup() as group:
-                election = Election(etcd, self._prefix, self._view, self._leased)
+                election = Election(etcd, self._view, self._leased)
                 tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
                     "follow etcd": partial(self._follow, etcd),
                     "follow rounds": self._rounds,
@@ -140,7 +138,7 @@ class Coordinator:
         warned = False
         while True:
             try:
-                return await Etcd.connect(self._config)
+                return await Etcd.connect(self._config, prefix=keys.prefix(self._run_id))
             except EtcdUnavailable as error:
                 if not warned:
                     log.warning("%s; trying again until it answers", error)
@@ -161,9 +159,9 @@ class Coordinator:
         """Follow what concerns every host."""
         # What vanished while this did not run, or when it failed, counts as gone as well.
         gone: dict[str, Entry | None] = dict.fromkeys(self._known)
-        async with aclosing(etcd.changes(self._prefix, before=keys.STATE)) as states:
+        async with aclosing(etcd.changes(before=keys.STATE)) as states:
             async for changed in states:
-                changes = {**gone, **{key.removeprefix(self._prefix): entry for key, entry in changed.items()}}
+                changes = {**gone, **changed}
                 gone = {}
                 self._known |= changes.keys()
                 self._mirror.apply(changes)
@@ -256,11 +254,10 @@ class Coordinator:
         while True:
             try:
                 # In one answer: with what is next, but without what was committed with it, a slot could be given up.
-                found = await etcd.list(self._prefix + keys.WATERMARK)
+                said = await etcd.list(keys.WATERMARK)
                 break
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)
-        said = {key.removeprefix(self._prefix): entry for key, entry in found.items()}
         watermark, persist = said.get(keys.WATERMARK), said.get(keys.PERSIST)
         return Said(
             term=(0, 0),
@@ -305,12 +302,9 @@ class Coordinator:
                 etcd,
                 view=self._view,
                 tree=self._tree,
-                policy=self._policy.root,
-                corruption=self._policy.detect.corruption,
-                keep_every=self._policy.replication.keep_every,
+                policy=self._policy,
                 digests=self._digests,
                 observe=self._observe,
-                operator=make_operator(self._policy.root),
                 group=requests,
                 supervisor=self._supervisor,
                 also_commit=None if self._persister is None else self._persister.requested_with,

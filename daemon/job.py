@@ -23,6 +23,7 @@ from .observer import Observer
 from .peers.daemon_transport import Offer
 from .peers.pacing import Pacer
 from .peers.replication import Replicator
+from .peers.sources import Sources
 from .peers.tree import ReportTree
 from .run import keys
 from .run.leased import LeasedKeys
@@ -80,6 +81,9 @@ class Job:
                 run_id=spec.run_id, policy=policy, tier=tier, view=self.view, slots=slots, supervisor=supervisor
             )
             tier_source = TierSource(tier, self.view, self._persister.refuse)
+        self._sources = Sources(
+            run_id=spec.run_id, view=self.view, slots=slots, tier=tier_source, identity=lambda: self.identity
+        )
         self._replicator = Replicator(
             run_id=spec.run_id,
             view=self.view,
@@ -88,22 +92,22 @@ class Job:
             in_flight=spec.policy.replication.in_flight,
             group=self._group,
             supervisor=supervisor,
+            sources=self._sources,
             tier=tier_source,
-            identity=lambda: self.identity,
             observe=lambda found: self._observer.update("replicas", found),
         )
-        self._digests = HostDigests(self.view, slots, self._replicator.peer)
-        self._tree = ReportTree(view=self.view, slots=slots, claims=self._digests.claims, dial=self._replicator.dial)
+        self._digests = HostDigests(self.view, slots, self._sources.peer)
+        self._tree = ReportTree(view=self.view, slots=slots, claims=self._digests.claims, dial=self._sources.dial)
         self._protected_by: tuple[int, list[str]] = (0, [])
         self._commits = 0
-        self._leased = leased = LeasedKeys(keys.prefix(spec.run_id), self.view)
+        self._leased = leased = LeasedKeys(self.view)
         self._observer = Observer(
             policy=spec.policy,
             view=self.view,
             keys=leased,
             tmpfs=slots.directory,
             disks=disks,
-            ask_peer=self._replicator.ask,
+            ask_peer=self._sources.ask,
             work=self._tree.work,
             supervisor=supervisor,
         )
@@ -155,7 +159,7 @@ class Job:
         finally:
             self._tree.close()
             await self._replicator.abort()
-            await self._replicator.close()
+            await self._sources.close()
 
     def fail(self, error: BaseException) -> None:
         """Remember why `run` ended; whoever waits for the job hears it."""

@@ -24,7 +24,7 @@ Most messages say what to do. The last column does for others, or links to [trou
 *Reasons* are parts of other messages: they follow a colon, or stand in brackets."""
 
 _SECTIONS: Final = {
-    "Fault injection and netlab": ("launcher/inject", "launcher/lab", "launcher/netlab.py", "daemon/inject"),
+    "Fault injection": ("launcher/inject", "daemon/inject"),
     "The launcher": ("launcher",),
     "resilientctl doctor": ("daemon/doctor",),
     "resilientctl": ("daemon/ctl",),
@@ -33,7 +33,7 @@ _SECTIONS: Final = {
     "Gradient communication": ("comm",),
 }
 """Heading → what says it; a file belongs to the first that fits."""
-_ORDER: Final = (*list(_SECTIONS)[1:], "Fault injection and netlab")
+_ORDER: Final = (*list(_SECTIONS)[1:], "Fault injection")
 
 _LEVELS: Final = {"info": "info", "warning": "warning", "error": "error", "exception": "error"}
 _OUTPUT: Final = {"print": "output", "click.echo": "output", "warnings.warn": "warning"}

@@ -4,7 +4,6 @@ import hashlib
 import hmac
 import os
 import pwd
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,9 +18,6 @@ from resilient_run.daemon.run.records import Fingerprint
 from resilient_run.daemon.trust.secret import derive
 
 _NAME_BYTES = 255
-_PYTHON = re.compile(r"(python|pypy)[0-9.]*")
-_VALUED_OPTION = re.compile("-[^-cmWX]*([cmWX])(.*)|--check-hash-based-pycs", re.DOTALL)
-"""An option of Python's, alone or behind ones without a value, whose value is the rest of it, or else what follows."""
 
 
 def fingerprint(
@@ -48,38 +44,17 @@ def _script(entrypoint: Callable[..., Any] | str | None, arguments: list[Any]) -
         path = str(arguments[0])
         return os.path.basename(path), _content(path), arguments[1:]
     if isinstance(entrypoint, str):
-        if _is_python(entrypoint):
-            return _python_script(entrypoint, arguments)
+        # As torch starts a script, or a module, unless it is told --no-python.
+        match [entrypoint in (sys.executable, os.environ.get("PYTHON_EXEC")), *arguments]:
+            case [True, "-u", "-m", module, *rest]:
+                return f"-m {module}", "", rest
+            case [True, "-u", script, *rest]:
+                return os.path.basename(script), _content(script), rest
         # A program that is looked up in PATH is the system's, and may be another build on another host.
         content = _content(entrypoint) if os.sep in entrypoint else ""
         return os.path.basename(entrypoint), content, arguments
     kind: Any = entrypoint if hasattr(entrypoint, "__qualname__") else type(entrypoint)
     return f"{getattr(kind, '__module__', '')}.{kind.__qualname__}", "", arguments
-
-
-def _python_script(python: str, arguments: list[str]) -> tuple[str, str, list[str]]:
-    """Return what `_script` does for a command line of Python: its script, `-m` module, or `-c` program."""
-    place = 0
-    # "-" is a program on standard input.
-    while place < len(arguments) and (word := arguments[place]) != "-":
-        if not word.startswith("-"):
-            return os.path.basename(word), _content(word), arguments[:place] + arguments[place + 1 :]
-        after = place + 1
-        if (option := _VALUED_OPTION.fullmatch(word)) is not None:
-            letter, value = option[1], option[2]
-            if not value:
-                value, after = "".join(arguments[after : after + 1]), after + 1
-            if letter == "c":
-                return "-c", "", arguments
-            if letter == "m":
-                return f"-m {value}", "", arguments[:place] + arguments[after:]
-        place = after
-    return os.path.basename(python), "", arguments
-
-
-def _is_python(program: str) -> bool:
-    ours = {sys.executable, os.environ.get("PYTHON_EXEC")}
-    return program in ours or _PYTHON.fullmatch(os.path.basename(program)) is not None
 
 
 def _content(path: str) -> str:

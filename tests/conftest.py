@@ -15,12 +15,12 @@ from cluster import Cluster
 from etcd_process import EtcdProcess
 from framework_parts import Attempts
 from hosts import Hosts
+from netlab import NetLab, unavailable
 from solo_daemon import SoloDaemon
 
 from resilient_run.ckpt.integrations import remembered
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.launcher.etcd_server import EmbeddedEtcd
-from resilient_run.launcher.netlab import NetLab, unavailable
 
 # How long an example takes is the machine's affair.
 hypothesis.settings.register_profile("no deadline", deadline=None)

@@ -39,6 +39,11 @@ def entries(endpoint: str, prefix: str) -> dict[str, Entry]:
     return ask(endpoint, lambda etcd: etcd.list(prefix))
 
 
+def below(etcd: Etcd, prefix: str) -> Etcd:
+    """Return `etcd` as a client of the keys that begin with `prefix`."""
+    return Etcd(etcd._rpc, prefix)
+
+
 def kept_ports(count: int) -> list[int]:
     """Return free ports that no connection is given by chance while their server is down: the kernel chooses others."""
     chosen: list[int] = []

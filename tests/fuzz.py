@@ -32,8 +32,10 @@ from hosts import MANIFEST, publish
 from resilient_run.ckpt.errors import DaemonError, SlotError, WireError
 from resilient_run.ckpt.format import digests, manifest, wire
 from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot, plan_layout
+from resilient_run.daemon.base.fields import Fields
 from resilient_run.daemon.base.policy import Policy, RootPolicy
 from resilient_run.daemon.base.record import JobRecord
+from resilient_run.daemon.base.spec import read_etcd
 from resilient_run.daemon.comparison.digests import EqualLeaves
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.etcd.config import EtcdConfig
@@ -165,8 +167,8 @@ def json_targets() -> list[Target]:
         Target(
             name="etcd configuration",
             honest=json.dumps(etcd_config.to_dict()).encode(),
-            read=lambda data: EtcdConfig.from_dict(wire.decode(data)),
-            errors=(ValueError, WireError),
+            read=lambda data: read_etcd(Fields({"etcd": wire.decode(data)}, "open_job"), "etcd"),
+            errors=(DaemonError, WireError),
         ),
         Target(
             name="manifest of the tier",
@@ -219,12 +221,12 @@ def run_targets() -> list[Target]:
     }
     folders = {key: 2 if key in (keys.DONE, keys.RECOVERED) else 1 for key in document if isinstance(key, keys.Folder)}
 
-    def entries(data: bytes, prefix: str = "") -> dict[str, Entry]:
+    def entries(data: bytes) -> dict[str, Entry]:
         values: dict[str, Any] = {}
 
         def see(key: str, value: Any, depth: int) -> None:
             if not depth:
-                values[prefix + key] = value
+                values[key] = value
             elif isinstance(value, dict):
                 for name, inner in value.items():
                     see(f"{key}/{name}", inner, depth - 1)
@@ -247,8 +249,8 @@ def run_targets() -> list[Target]:
                     recoveries.see(key, entry.value)
         recoveries.describe(1.0)
         decision = decide(state.view, RootPolicy(), 1e9)
-        json.dumps(transaction(state.view, decision, 1e9).below(""), allow_nan=False)
-        return decision, state.agreed, state.persist, state.committed, state.world_size
+        json.dumps(transaction(state.view, decision, 1e9), allow_nan=False)
+        return decision, state.agreed, state.get(keys.PERSIST), state.get(keys.COMMITTED)
 
     def launcher(data: bytes) -> object:
         view = View.of(rendezvous_mirror().apply(entries(data)))
@@ -256,7 +258,7 @@ def run_targets() -> list[Target]:
 
     def injector(data: bytes) -> object:
         sight = Sight()
-        sight.see(entries(data, "run/"), "run/")
+        sight.see(entries(data))
         return sight.is_whole, sight.step, sight.host_of(0)
 
     honest = json.dumps(document).encode()

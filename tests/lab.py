@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, Host, wait_until
+from netlab import LabHost, NetLab
 
 from resilient_run.daemon.trust.secret import make_key
 from resilient_run.launcher.etcd_server import find_etcd
-from resilient_run.launcher.netlab import LabHost, NetLab
 
 _CLIENT_PORT, _PEER_PORT = 2379, 2380
 _START_TIMEOUT_S = 30.0

@@ -19,15 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import prepared
 from torch.distributed import TCPStore
 
 from resilient_run.launcher import daemon_link
-from resilient_run.launcher.netlab import NetLab
 from resilient_run.launcher.workers import warm, zygote
 from resilient_run.launcher.workers.prctl import adopting_orphans
+
+if TYPE_CHECKING:  # also for programs that do not have benchmarks/ on their path
+    from netlab import NetLab
 
 _RUN = str(Path(__file__).with_name("run.py"))
 _LAUNCHER = "resilient-run"
@@ -177,7 +179,7 @@ def run_trainers(arguments: Sequence[str], size: int, *, timeout_s: float = 240.
     return "".join(out for out, _ in ended)
 
 
-def run_on_hosts(lab: NetLab, arguments: Sequence[str], *, timeout_s: float = 240.0) -> list[tuple[str, str]]:
+def run_on_hosts(lab: "NetLab", arguments: Sequence[str], *, timeout_s: float = 240.0) -> list[tuple[str, str]]:
     """Return what each rank of a `start_python` printed to stdout and stderr, one on each host of a lab.
 
     All must succeed.

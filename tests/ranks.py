@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Lock
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 from resilient_run.comm.net.fabric import Fabric
 from resilient_run.comm.net.transport import Transport
-from resilient_run.launcher.netlab import LabHost
+
+if TYPE_CHECKING:  # also for programs that do not have benchmarks/ on their path
+    from netlab import LabHost
 
 _CLONE_NEWNET = 0x40000000
 
@@ -25,7 +27,7 @@ def run_ranks(size: int, work: Callable[[Transport], T]) -> list[T]:
     return run_hosts(1, size, lambda fabric: work(fabric.flat))
 
 
-def run_hosts(hosts: int, per_host: int, work: Callable[[Fabric], T], *, lab: Sequence[LabHost] = ()) -> list[T]:
+def run_hosts(hosts: int, per_host: int, work: Callable[[Fabric], T], *, lab: "Sequence[LabHost]" = ()) -> list[T]:
     """Return what `work` returned on each rank, those of a host next to each other; the first error is raised.
 
     Args:
@@ -59,7 +61,7 @@ def run_hosts(hosts: int, per_host: int, work: Callable[[Fabric], T], *, lab: Se
         return list(pool.map(rank, range(hosts * per_host)))
 
 
-def _enter(host: LabHost) -> None:
+def _enter(host: "LabHost") -> None:
     """Let the connections that this thread makes from now on be those of a host of a laboratory network."""
     namespace = os.open(f"/run/netns/{host.prefix[-1]}", os.O_RDONLY)
     try:

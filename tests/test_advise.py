@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from launchers import run_on_hosts, run_python, run_trainers
+from netlab import NetLab
 
 from resilient_run.comm.cli.main import resilient_comm
 from resilient_run.comm.trial.advice import BASE, LEAST_TURNS, NOTHING, OWN, Method, advice, methods, recommended
 from resilient_run.comm.trial.trial import Trial
-from resilient_run.launcher.netlab import NetLab
 
 SCRIPT = str(Path(__file__).with_name("advised.py"))
 PROGRAM = "from resilient_run.comm.cli.main import resilient_comm; resilient_comm()"

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launchers import run_on_hosts, run_trainers
+from netlab import NetLab
 from test_advise import tried
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +23,6 @@ from resilient_run.comm.trial.advice import BASE, LEAST_TURNS, Method, choice, m
 from resilient_run.comm.trial.trial import Trial
 from resilient_run.comm.trial.tried import AutoHook, TriedHook
 from resilient_run.comm.zen.zen import Zen
-from resilient_run.launcher.netlab import NetLab
 
 SCRIPT = str(Path(__file__).with_name("auto_trainer.py"))
 CROSSED = str(Path(__file__).with_name("crossed_trainer.py"))

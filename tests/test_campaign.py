@@ -115,20 +115,20 @@ def test_what_others_write_does_not_end_the_watch() -> None:
     sight = Sight()
     disk = Observation(kind="disk", severity="warn", value=1.0, limit=5.0, message="little room", unix_s=1.0).to_value()
     entries = {
-        "/p/rdzv/job": {},
-        "/p/rdzv/round": {"generation": 2, "members": [{"host": "a", "nproc": 2}], "restore": None},
-        "/p/rdzv/failure/one": {},
-        "/p/rdzv/failure/1": {"kind": "hang"},
-        "/p/state/watermark": {"generation": 2},
-        "/p/inject/outcomes/x": {"ok": "yes"},
-        "/p/rdzv/recovered/a/b": {},
-        "/p/state/observations/a": {"observations": 3},
-        "/p/state/observations/b": {"observations": [disk]},
-        "/p/state/observations/c": {"observations": [{**disk, "kind": ["disk"]}]},
+        "rdzv/job": {},
+        "rdzv/round": {"generation": 2, "members": [{"host": "a", "nproc": 2}], "restore": None},
+        "rdzv/failure/one": {},
+        "rdzv/failure/1": {"kind": "hang"},
+        "state/watermark": {"generation": 2},
+        "inject/outcomes/x": {"ok": "yes"},
+        "rdzv/recovered/a/b": {},
+        "state/observations/a": {"observations": 3},
+        "state/observations/b": {"observations": [disk]},
+        "state/observations/c": {"observations": [{**disk, "kind": ["disk"]}]},
     }
     state = {key: Entry(value=value, revision=1) for key, value in entries.items()}
     for _ in range(2):
-        sight.see(state, "/p/")
+        sight.see(state)
     assert sight.host_of(1) == "a"
     assert sight.host_of(2) is None
     assert sight.failures == {1: {"kind": "hang"}}

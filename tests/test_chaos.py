@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from resilient_run.launcher.netlab import unavailable
+from netlab import unavailable
 
 CHAOS = Path(__file__).parent.parent / "benchmarks" / "chaos.py"
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from netlab import NetLab
 from ranks import run_hosts, run_ranks
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -25,7 +26,6 @@ from resilient_run.comm.net.scheme import Dense
 from resilient_run.comm.net.transport import Traffic, Transport
 from resilient_run.comm.plan.collective import Hop, is_short, load, turns
 from resilient_run.comm.plan.tree import Routine
-from resilient_run.launcher.netlab import NetLab
 
 pytestmark = pytest.mark.jobs
 

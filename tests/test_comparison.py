@@ -100,15 +100,13 @@ def test_what_was_learned_holds_in_the_next_generation(etcd_config: EtcdConfig, 
     """The first step after a recovery is compared, and a rank that differs in it is found."""
 
     async def scenario() -> None:
-        etcd = await Etcd.connect(etcd_config)
-        prefix = f"/resilient-run/{tmp_path.name}/"
-        revision = await etcd.commit({}, {f"{prefix}rdzv/round": {}})
+        etcd = await Etcd.connect(etcd_config, prefix=f"/resilient-run/{tmp_path.name}/")
+        revision = await etcd.commit({}, {"rdzv/round": {}})
         view = JobView(host="a", replicas=1)
         view.round = Round(generation=1, seats=seats("a", [2]), restore=None, revision=revision)
         tables, seen = Tables(view), list[Observation]()
         comparer = Comparer(
             etcd,
-            prefix,
             view=view,
             claims=tables.all_claims,
             digests=tables,
@@ -166,11 +164,10 @@ def test_what_must_be_equal_is_told_before_more_is_let_through(
     """It is known after step 4. Step 5, of which a rank differs, is complete before that is told, or even known."""
 
     async def scenario() -> None:
-        etcd = await GatedEtcd.connect(etcd_config)
+        etcd = await GatedEtcd.connect(etcd_config, prefix=f"/resilient-run/{tmp_path.name}/")
         etcd.gate = asyncio.Event()
         etcd.gate.set()
-        prefix = f"/resilient-run/{tmp_path.name}/"
-        revision = await etcd.commit({}, {f"{prefix}rdzv/round": {}})
+        revision = await etcd.commit({}, {"rdzv/round": {}})
         view = JobView(host="a", replicas=1)
         view.round = Round(generation=1, seats=seats("a", [2]), restore=None, revision=revision)
         tables, seen = Tables(view), dict[str, Observation]()
@@ -180,7 +177,7 @@ def test_what_must_be_equal_is_told_before_more_is_let_through(
             seen.update(found)
 
         comparer = Comparer(
-            etcd, prefix, view=view, claims=tables.all_claims, digests=tables, action="rollback", observe=observe
+            etcd, view=view, claims=tables.all_claims, digests=tables, action="rollback", observe=observe
         )
         running = asyncio.create_task(comparer.run())
 

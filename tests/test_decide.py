@@ -14,8 +14,8 @@ from resilient_run.ckpt.format.pair import Pair
 from resilient_run.daemon.base.policy import RootPolicy
 from resilient_run.daemon.etcd.client import Entry
 from resilient_run.daemon.root.decide import (
-    AddStandbys,
     Answered,
+    Ask,
     Break,
     Decision,
     FallBack,
@@ -23,7 +23,6 @@ from resilient_run.daemon.root.decide import (
     Overlook,
     PutInQuarantine,
     Release,
-    Replace,
     Stop,
     decide,
     shortage,
@@ -356,7 +355,7 @@ def test_rank_that_is_slow_on_its_second_host_too_is_let_be() -> None:
 
 def test_unhealthy_host_without_a_standby_trains_on_and_the_operator_is_asked() -> None:
     decision = decide(whole(observations=seen("gpu", "c")), POLICY, NOW_S)
-    assert kinds(decision) == [PutInQuarantine, Replace]
+    assert kinds(decision) == [PutInQuarantine, Ask]
     later = whole(
         observations=seen("gpu", "c"),
         quarantines={"c": SOON},
@@ -376,7 +375,7 @@ def test_unhealthy_host_is_not_swapped_for_a_standby_of_other_ranks() -> None:
 def test_unhealthy_standby_is_not_used() -> None:
     members = {**dict.fromkeys("abc", 0), "d": 5}
     decision = decide(whole(observations=seen("gpu", "c") | seen("gpu", "d"), members=members), POLICY, NOW_S)
-    assert kinds(decision) == [PutInQuarantine, PutInQuarantine, Replace]
+    assert kinds(decision) == [PutInQuarantine, PutInQuarantine, Ask]
 
 
 def test_hang_at_the_step_of_an_earlier_one_is_noted_once() -> None:
@@ -463,7 +462,7 @@ def test_hang_breaks_the_generation() -> None:
 )
 def test_operator_is_asked_when_no_standby_is_ready(view: RootView, wanted: tuple[str, ...]) -> None:
     decision = decide(view, POLICY, NOW_S)
-    assert decision.actions == (Replace(hosts=wanted, reason=decision.reason),)
+    assert decision.actions == (Ask(hosts=wanted, reason=decision.reason),)
 
 
 def standing(names: str = "", **changes: Any) -> RootView:
@@ -500,11 +499,11 @@ TWO = RootPolicy(standbys=2, operator_command="order", release_command="give-bac
 def test_standbys_are_asked_for_until_the_target_is_reached(view: RootView, missing: int) -> None:
     """Hosts that are on their way count, hosts in quarantine do not, and hosts in need take one each."""
     assert shortage(view, TWO, NOW_S) == missing
-    added = [action.count for action in decide(view, TWO, NOW_S).actions if isinstance(action, AddStandbys)]
+    added = [len(action.hosts) for action in decide(view, TWO, NOW_S).actions if isinstance(action, Ask)]
     assert added == ([missing] if missing else [])
     assert shortage(view, POLICY, NOW_S) == 0
-    assert AddStandbys not in kinds(decide(view, POLICY, NOW_S))
-    assert AddStandbys not in kinds(decide(replace(view, short_s=5.0), TWO, NOW_S)), "etcd may have been away"
+    assert Ask not in kinds(decide(view, POLICY, NOW_S))
+    assert Ask not in kinds(decide(replace(view, short_s=5.0), TWO, NOW_S)), "etcd may have been away"
 
 
 def test_newcomers_answer_the_oldest_requests() -> None:
@@ -754,11 +753,11 @@ def test_deciding_ends_and_keeps_its_promises(values: dict[str, Any], policy: Ro
         raise AssertionError(f"no end: {done}")
     assert sum(isinstance(action, Break | FallBack) for action in done) <= 2
     assert all("rdzv/failure/4" not in values for action in done if isinstance(action, Break))
-    asked = [host for action in done if isinstance(action, Replace) for host in action.hosts]
+    asked = [host for action in done if isinstance(action, Ask) for host in action.hosts if host]
     assert len(asked) == len(set(asked))
     # Whether a host is lost is only asked once its generation is broken.
     breaks = sum(isinstance(action, Break) for action in done)
-    assert sum(isinstance(action, AddStandbys) for action in done) <= 1 + breaks
+    assert sum(isinstance(action, Ask) and not any(action.hosts) for action in done) <= 1 + breaks
     assert shortage(keys.view(), policy, NOW_S + 6) == 0
     assert sum(isinstance(action, Release) for action in done) <= asked_before
     after = keys.view()

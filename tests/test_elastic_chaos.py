@@ -11,8 +11,7 @@ import pytest
 import torch
 from elastic_audit import Line, Log, audit
 from elastic_growth import growth
-
-from resilient_run.launcher.netlab import unavailable
+from netlab import unavailable
 
 CHAOS = Path(__file__).parent.parent / "benchmarks" / "elastic_chaos.py"
 SIZES = (3, 2, 4, 3, 5, 2, 6, 4)

@@ -14,6 +14,9 @@ import pytest
 from certificates import make_certificates
 from etcd_process import EtcdProcess, ask
 
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon.base.fields import Fields
+from resilient_run.daemon.base.spec import read_etcd
 from resilient_run.daemon.etcd import client as etcd_module
 from resilient_run.daemon.etcd.client import (
     Entry,
@@ -201,6 +204,9 @@ def test_lost_leases_are_forgotten(etcd_config: EtcdConfig) -> None:
 
 HOLDER = """
 import asyncio, sys
+from resilient_run.ckpt.errors import DaemonError
+from resilient_run.daemon.base.fields import Fields
+from resilient_run.daemon.base.spec import read_etcd
 from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 
 async def main():
@@ -559,13 +565,13 @@ def test_parse_endpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert config.cacert == str(tmp_path / "ca.pem")
     assert config.tls
     assert not EtcdConfig.parse("a", {}).tls
-    assert EtcdConfig.from_dict(config.to_dict()) == config
+    assert sent(config.to_dict()) == config
 
 
 def test_parse_unix_endpoints() -> None:
     config = EtcdConfig.parse("unix:/run/etcd.sock, unix:///run/other.sock,unix:1", {})
     assert config.endpoints == ("unix:/run/etcd.sock", "unix:/run/other.sock", "unix:1")
-    assert EtcdConfig.from_dict(config.to_dict()) == config
+    assert sent(config.to_dict()) == config
     with pytest.raises(ValueError, match=r"unix:/run/a: a unix socket takes no TLS; omit cacert="):
         EtcdConfig.parse("unix:/run/a", {"cacert": "/ca.pem"})
     with pytest.raises(ValueError, match="at most 107 bytes"):
@@ -664,15 +670,19 @@ def test_password_files_of_others_are_refused(tmp_path: Path) -> None:
         {"endpoints": ["unix:/a"], "cacert": "/ca.pem"},
         {"endpoints": ["unix:a"]},
         {"cert": "/a.pem"},
-        {"extra": None},
     ],
 )
 def test_configuration_from_a_socket_is_checked(change: dict[str, Any]) -> None:
     good = EtcdConfig(endpoints=("a:1",)).to_dict()
-    with pytest.raises(ValueError, match=r"etcd|TLS"):
-        EtcdConfig.from_dict({**good, **change})
-    with pytest.raises(ValueError, match="fields"):
-        EtcdConfig.from_dict({})
+    with pytest.raises(DaemonError, match=r"etcd|TLS"):
+        sent({**good, **change})
+    with pytest.raises(DaemonError, match="'endpoints' must be a list of texts"):
+        sent({})
+
+
+def sent(value: dict[str, Any]) -> EtcdConfig:
+    """Return what a daemon makes of the configuration that a launcher sends."""
+    return read_etcd(Fields({"etcd": value}, "open_job"), "etcd")
 
 
 def test_children_do_not_inherit_the_grpc_setting() -> None:

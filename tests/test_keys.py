@@ -4,9 +4,10 @@ import ast
 import re
 from pathlib import Path
 
+from life_states import TRANSITIONS
+
 from resilient_run.daemon.etcd.config import RUNS
 from resilient_run.daemon.run import keys
-from resilient_run.daemon.run.life import TRANSITIONS
 
 ROOT = Path(__file__).parent.parent
 AT_HOME = ("daemon/run/keys.py", "daemon/etcd/config.py")
@@ -61,7 +62,7 @@ def test_key_is_taken_apart_as_it_was_made() -> None:
 
 
 def test_daemons_follow_all_but_what_goes_to_the_root_in_one_range() -> None:
-    """`Etcd.changes(prefix, before=keys.STATE)` ends where these begin."""
+    """`Etcd.changes(before=keys.STATE)` ends where these begin."""
     others = [name for name in known() if not name.startswith(keys.STATE)]
     assert max(others) < keys.STATE
     root_alone = {keys.HELD(), keys.OBSERVATIONS(), keys.PERSISTED, keys.ANSWERS()}
@@ -75,7 +76,7 @@ def test_all_that_is_not_leased_is_deleted_at_the_end() -> None:
     )
     leased = re.findall(r"^\| `([^`<]+)[^`]*` \(leased\)", section, re.M)
     assert keys.HOSTS() in leased
-    deleted = keys.lasting("")
+    deleted = keys.lasting()
     for name in known():
         covered = name in deleted or any(name.startswith(folder) for folder in deleted if folder.endswith("/"))
         assert covered == (name not in leased or name.startswith(keys.RENDEZVOUS)), name

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from cluster import ENDLESS, EXAMPLE, wait_until
 from lab import EtcdMember
+from netlab import LabHost, NetLab
 
 from resilient_run.daemon.tier.tier import Tier
 from resilient_run.daemon.trust.private import read_secret
 from resilient_run.daemon.trust.secret import make_key
-from resilient_run.launcher.netlab import LabHost, NetLab
 
 pytestmark = pytest.mark.lab
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import pytest
+from life_states import TRANSITIONS, State
 
 from resilient_run.ckpt.format.pair import Pair, pair_value
 from resilient_run.daemon.etcd.client import Entry
@@ -19,7 +20,7 @@ from resilient_run.daemon.root.decide import Break, Decision, Stop
 from resilient_run.daemon.root.root import transaction
 from resilient_run.daemon.root.view import RootView
 from resilient_run.daemon.run import keys, life
-from resilient_run.daemon.run.life import TRANSITIONS, Life, State, Transaction
+from resilient_run.daemon.run.life import Life, Transaction
 from resilient_run.daemon.run.mirror import Mirror, pair_of_entry
 from resilient_run.daemon.run.records import Agreement, Closed, Failure, Requirements
 from resilient_run.daemon.run.rounds import Member, Round
@@ -146,7 +147,7 @@ def moves(world: World) -> Moves:
             yield f"daemon {index} {what}", after
     if world.losses and world.store:
         yield "etcd loses its data", replace(world, store=frozenset(), revision=0, losses=0)
-    forgotten = commit(world, (((keys.MEMBERS(), 0),), (), tuple(keys.lasting("")))) if world.forgets else None
+    forgotten = commit(world, (((keys.MEMBERS(), 0),), (), keys.lasting())) if world.forgets else None
     if forgotten is not None and forgotten.store != world.store:
         yield "somebody forgets the run", replace(forgotten, forgets=0)
 
@@ -426,7 +427,7 @@ def test_invariants_hold_deeper(start: str) -> None:
 
 def unguarded(made: Transaction, *names: str) -> Transaction:
     """Return a transaction without the guards on what begins so."""
-    return replace(made, guards={key: at for key, at in made.guards.items() if not key.startswith(names)})
+    return made._replace(guards={key: at for key, at in made.guards.items() if not key.startswith(names)})
 
 
 def mutants() -> dict[str, tuple[str, object, str, str]]:
@@ -466,7 +467,7 @@ def mutants() -> dict[str, tuple[str, object, str, str]]:
         ),
         "an end leaves the life as it was": (
             "end",
-            lambda *given: replace(end(*given), puts={keys.JOB: end(*given).puts[keys.JOB]}),
+            lambda *given: end(*given)._replace(puts={keys.JOB: end(*given).puts[keys.JOB]}),
             "training",
             r"\(2\)",
         ),

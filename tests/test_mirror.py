@@ -91,7 +91,7 @@ def test_what_vanished_while_its_reader_failed_is_gone(etcd_config: EtcdConfig) 
 
     async def scenario() -> None:
         run_id, fails = "run-of-a-failing-reader", False
-        prefix, view, supervisor = keys.prefix(run_id), JobView(host="a", replicas=2), Supervisor("test")
+        view, supervisor = JobView(host="a", replicas=2), Supervisor("test")
 
         def condition() -> bool:
             nonlocal fails
@@ -106,7 +106,7 @@ def test_what_vanished_while_its_reader_failed_is_gone(etcd_config: EtcdConfig) 
             policy=Policy(),
             digests=unused,
             observe=lambda found: None,
-            leased=LeasedKeys(prefix, view),
+            leased=LeasedKeys(view),
             config=etcd_config,
             address=("x", 1),
             view=view,
@@ -118,17 +118,17 @@ def test_what_vanished_while_its_reader_failed_is_gone(etcd_config: EtcdConfig) 
             supervisor=supervisor,
             companions={},
         )
-        etcd = await Etcd.connect(etcd_config)
+        etcd = await Etcd.connect(etcd_config, prefix=keys.prefix(run_id))
         tasks = [
             asyncio.create_task(supervisor.keep("follow", partial(coordinator._follow, etcd))),
             asyncio.create_task(view.wait_for(condition)),
         ]
         try:
             async with asyncio.timeout(30):
-                await etcd.commit({}, {prefix + key: value for key, value in DEAD.items()})
+                await etcd.commit({}, DEAD)
                 await view.wait_for(lambda: bool(view.leader and view.addresses and view.arrivals))
                 fails = True
-                await etcd.commit({}, {}, deletes=[prefix + key for key in DEAD])
+                await etcd.commit({}, {}, deletes=DEAD)
                 await view.wait_for(lambda: not (view.leader or view.addresses or view.arrivals))
                 assert view.leader_revision == 0
                 assert supervisor.describe()[0]["failures"] == 1

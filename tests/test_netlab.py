@@ -8,16 +8,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import lab_state
 import pytest
 from cluster import wait_until
+from netlab import LabHost, NetLab, NetLabError, lab_names
 
 from resilient_run.daemon.base.process import started_ticks
-from resilient_run.launcher.lab import state as lab_state
-from resilient_run.launcher.netlab import LabHost, NetLab, NetLabError, lab_names
 
 pytestmark = pytest.mark.lab
 
-COMMAND = (sys.executable, "-P", "-m", "resilient_run.launcher.netlab")
+COMMAND = (sys.executable, str(Path(__file__).parent.parent / "benchmarks" / "netlab.py"))
 
 SINK = """
 import socket, sys, time
@@ -131,7 +131,7 @@ def test_shared_memory_of_a_host_is_its_own_and_bounded(netlab: Callable[..., Ne
 def test_next_lab_removes_what_a_killed_owner_left(netlab: Callable[..., NetLab]) -> None:
     """SIGKILL of the owner leaves its processes, namespaces and mounts; the next lab of anybody clears them away."""
     owner_code = (
-        "import sys; from resilient_run.launcher.netlab import NetLab\n"
+        f"import sys; sys.path.append({str(Path(COMMAND[1]).parent)!r}); from netlab import NetLab\n"
         "with NetLab(2) as lab:\n"
         "    sleeper = lab.hosts[1].popen(['sleep', '600'])\n"
         "    print(lab.name, sleeper.pid, flush=True)\n"

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, kill, recovered, stop, wait_until
 from lab import LabCluster, NetHost
-
-from resilient_run.launcher.netlab import NetLab
+from netlab import NetLab
 
 pytestmark = pytest.mark.lab
 

@@ -77,7 +77,7 @@ class Keys(LeasedKeys):
     """Remembers what was set."""
 
     def __init__(self, view: JobView) -> None:
-        super().__init__("/", view)
+        super().__init__(view)
         self.values: list[Any] = []
 
     def set(self, name: str, value: Any) -> None:
@@ -121,7 +121,7 @@ def test_key_follows_the_daemon_s_lease(etcd_config: EtcdConfig, monkeypatch: py
 
     async def until(etcd: Etcd, value: Any) -> None:
         async with asyncio.timeout(20):
-            while (entry := await etcd.get("/leased-test/state/observations/a")) is None or entry.value != value:
+            while (entry := await etcd.get("state/observations/a")) is None or entry.value != value:
                 if value is None and entry is None:
                     return
                 await asyncio.sleep(0.01)
@@ -133,9 +133,9 @@ def test_key_follows_the_daemon_s_lease(etcd_config: EtcdConfig, monkeypatch: py
     commit = Etcd.commit
 
     async def scenario() -> None:
-        etcd = await Etcd.connect(etcd_config)
+        etcd = await Etcd.connect(etcd_config, prefix="/leased-test/")
         view = JobView(host="a", replicas=2)
-        keys = LeasedKeys("/leased-test/", view)
+        keys = LeasedKeys(view)
         task = asyncio.create_task(keys.run(etcd))
         try:
             keys.set("state/observations/a", {"observations": [1]})

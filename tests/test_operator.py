@@ -11,7 +11,7 @@ import pytest
 from cluster import has_ended, wait_until
 
 from resilient_run.daemon.base.policy import RootPolicy
-from resilient_run.daemon.root.operator import Command, HostRequest, NoOperator, Operator, Slurm, make_operator
+from resilient_run.daemon.root.operator import HostRequest, Operator
 
 pytestmark = pytest.mark.jobs
 
@@ -22,16 +22,23 @@ def ask(operator: Operator) -> str:
     return asyncio.run(operator.provide(REQUEST))
 
 
-def command(tmp_path: Path, text: str, timeout_s: float = 30.0) -> Command:
+def command(tmp_path: Path, text: str, timeout_s: float = 30.0) -> Operator:
     script = tmp_path / "asks.py"
     script.write_text(text)
-    return Command(f"{sys.executable} {script} 'two words'", f"{sys.executable} {script} back", timeout_s)
+    words = f"{sys.executable} {script}"
+    return by_command(f"{words} 'two words'", f"{words} back", timeout_s)
+
+
+def by_command(command: str, release_command: str = "", timeout_s: float = 5.0) -> Operator:
+    return Operator(RootPolicy(operator_command=command, release_command=release_command, operator_timeout_s=timeout_s))
+
+
+def by_slurm(script: Path | str) -> Operator:
+    return Operator(RootPolicy(slurm_script=str(script), operator_command="never", operator_timeout_s=30.0))
 
 
 def test_standby_says_what_to_do() -> None:
-    operator = make_operator(RootPolicy(operator_command=" "))
-    assert isinstance(operator, NoOperator)
-    assert ask(operator) == "waiting for a standby for host b: start a launcher with --rdzv-id run on it"
+    assert ask(by_command(" ")) == "waiting for a standby for host b: start a launcher with --rdzv-id run on it"
 
 
 def test_command_gets_the_request_and_its_exit_code_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -56,9 +63,9 @@ def test_command_gets_the_request_and_its_exit_code_is_told(tmp_path: Path, capl
 
 def test_request_for_a_standby_names_no_host() -> None:
     request = HostRequest(run_id="run", host="", generation=3, reason="1 of 1 standby(s) missing")
-    said = asyncio.run(NoOperator().provide(request))
+    said = asyncio.run(Operator(RootPolicy()).provide(request))
     assert said == "waiting for another standby: start a launcher with --rdzv-id run on it"
-    missing = Command("/no/such/program", "/nor/this", 5.0)
+    missing = by_command("/no/such/program", "/nor/this")
     assert "operator command for a standby cannot be started" in asyncio.run(missing.provide(request))
     said = asyncio.run(missing.release(REQUEST))
     assert said.startswith("release command for host b cannot be started")
@@ -79,7 +86,7 @@ def test_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -
 
 @pytest.mark.parametrize("words", ["/no/such/program", "'unbalanced"])
 def test_command_that_cannot_be_started_is_named(words: str) -> None:
-    assert "operator command for host b cannot be started" in ask(Command(words, "", 5.0))
+    assert "operator command for host b cannot be started" in ask(by_command(words))
 
 
 @pytest.fixture
@@ -98,23 +105,22 @@ def batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_slurm_gets_the_script_and_the_run(batch: Path) -> None:
-    operator = make_operator(RootPolicy(slurm_script=str(batch), operator_command="never"))
-    assert isinstance(operator, Slurm)
-    assert ask(operator) == "sbatch for host b exited with code 0"
+    assert ask(by_slurm(batch)) == "sbatch for host b exited with code 0"
     called = (batch.parent / "called").read_text()
     assert called == f"{batch.parent}/sbatch --job-name=resilient-run\nrun\n#!/bin/sh\nexec launch\n"
 
 
 def test_slurm_cancels_the_job_of_one_host(batch: Path) -> None:
-    operator = Slurm(str(batch), 30.0)
-    assert asyncio.run(operator.release(replace(REQUEST, host="b#1"))) == "scancel for host b#1 exited with code 0"
+    assert (
+        asyncio.run(by_slurm(batch).release(replace(REQUEST, host="b#1"))) == "scancel for host b#1 exited with code 0"
+    )
     words = f"--verbose --user={os.geteuid()} --name=resilient-run --nodelist=b"
     assert (batch.parent / "called").read_text() == f"{batch.parent}/scancel {words}\n\n"
 
 
 @pytest.mark.parametrize("changes", [{"host": "b,c"}, {"host": "b[1-9]"}, {"run_id": "run,other"}])
 def test_name_that_slurm_takes_for_several_cancels_nothing(batch: Path, changes: dict[str, str]) -> None:
-    said = asyncio.run(Slurm(str(batch), 30.0).release(replace(REQUEST, **changes)))
+    said = asyncio.run(by_slurm(batch).release(replace(REQUEST, **changes)))
     assert "Slurm may read its name or the run id as a list" in said
     assert not (batch.parent / "called").exists()
 
@@ -130,7 +136,7 @@ def test_name_that_slurm_takes_for_several_cancels_nothing(batch: Path, changes:
 )
 def test_script_that_others_may_change_is_not_submitted(batch: Path, mode: int, path: str, message: str) -> None:
     batch.chmod(mode)
-    said = ask(Slurm(str(batch.parent / path), 30.0))
+    said = ask(by_slurm(batch.parent / path))
     assert said.startswith("no job for host b: ")
     assert message in said
     assert said.endswith("see root.slurm_script")
@@ -138,4 +144,4 @@ def test_script_that_others_may_change_is_not_submitted(batch: Path, mode: int, 
 
 
 def test_script_needs_an_absolute_path() -> None:
-    assert "launch must be an absolute path" in ask(Slurm("launch", 30.0))
+    assert "launch must be an absolute path" in ask(by_slurm("launch"))

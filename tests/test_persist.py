@@ -403,7 +403,7 @@ def test_cleaning_does_not_stop_publishing(
     monkeypatch.setattr(tier, "prune", prune)
 
     async def publish() -> None:
-        etcd = await Etcd.connect(etcd_config)
+        etcd = await Etcd.connect(etcd_config, prefix=keys.prefix(run_id))
         view = JobView(host="a", replicas=1, leader="a")
         view.round = Round(generation=1, seats=seats(("a",), (1,)), restore=None, revision=1)
         publisher = Publisher(run_id=run_id, policy=PersistPolicy(target=str(tmp_path)), tier=tier, view=view)
@@ -412,7 +412,7 @@ def test_cleaning_does_not_stop_publishing(
         writer = tier.write((1, 2), 0)
         file = RankFile(capacity_bytes=9000, payload_offset=8192, stored_bytes=writer.finish())
         answer = PersistAnswer(pair=(1, 2), world_size=1, ranks={0: file}, error=None)
-        await etcd.put(f"/resilient-run/{run_id}/{keys.ANSWERS('a')}", answer.to_value())
+        await etcd.put(keys.ANSWERS("a"), answer.to_value())
         await asyncio.wait_for(view.wait_for(lambda: publisher.is_settled((1, 2))), 60)
         running.cancel()
         await asyncio.wait([running])

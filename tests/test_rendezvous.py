@@ -21,7 +21,7 @@ from typing import Any
 import cluster
 import pytest
 from cluster import stop
-from etcd_process import EtcdProcess, ask
+from etcd_process import EtcdProcess, ask, below
 from launchers import start_python
 from proxy import Proxy
 from torch.distributed.elastic.rendezvous import (
@@ -493,7 +493,7 @@ def test_host_that_dies_while_a_round_is_formed(launchers: Launchers, published:
     """Group rank 0 never serves its store, or stands still when it should: its generation ends with its lease."""
 
     async def register(etcd: Etcd) -> Any:
-        await agree(etcd, launchers.run_id, Terms(min_nodes=2, max_nodes=3), abandoned=False)
+        await agree(below(etcd, launchers.prefix), launchers.run_id, Terms(min_nodes=2, max_nodes=3), abandoned=False)
         lease = await etcd.lease(600, keep_alive=False)
         value = {"session": "x.1", "nproc": 1, "role": "", "addr": "127.0.0.1", "pid": 1, "ready": 1}
         await etcd.put(f"{launchers.prefix}rdzv/members/x", value, lease=lease)
@@ -626,7 +626,7 @@ def test_round_restores_the_watermark(launchers: Launchers) -> None:
 def begun(launchers: Launchers, min_nodes: int, max_nodes: int) -> None:
     """Let the run begin without a launcher."""
     terms = Terms(min_nodes=min_nodes, max_nodes=max_nodes)
-    launchers.ask(lambda etcd: agree(etcd, launchers.run_id, terms, abandoned=False))
+    launchers.ask(lambda etcd: agree(below(etcd, launchers.prefix), launchers.run_id, terms, abandoned=False))
 
 
 @pytest.mark.parametrize(
@@ -1017,8 +1017,8 @@ def test_launcher_that_leaves_late_spares_what_has_begun_anew(launchers: Launche
     late.close("all ranks succeeded", failed=False)
     ended = late._link.membership._ended
     assert ended is not None
-    following = replace(ended.follow(ended.job), guards={})
-    launchers.ask(lambda etcd: etcd.commit(*following.below(launchers.prefix)))
+    following = ended.follow(ended.job)._replace(guards={})
+    launchers.ask(lambda etcd: below(etcd, launchers.prefix).commit(*following))
     put_watermark(launchers, 2, 99)
     assert late.leave()
     assert launchers.keys()["state/watermark"].value == {"generation": 2, "step": 99}

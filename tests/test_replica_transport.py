@@ -39,6 +39,7 @@ from resilient_run.daemon.base.supervise import Supervisor
 from resilient_run.daemon.etcd.client import EtcdConfig
 from resilient_run.daemon.peers.pacing import Pacer
 from resilient_run.daemon.peers.replication import Replicator
+from resilient_run.daemon.peers.sources import Sources
 from resilient_run.daemon.peers.trainer_transport import (
     PATIENCE_S,
     PATIENCE_STEPS,
@@ -132,18 +133,20 @@ def test_what_a_generation_ends_before_its_first_turn_leaves_no_warning(tmp_path
     slot = Slot.create(tmp_path / "slot", capacity_bytes=capacity_bytes, payload_offset=payload_offset)
     file = SlotFile(slot=slot, rank=0, pair=(1, 5))
 
+    slots = JobSlots(directory=tmp_path, record=record, budget=MemoryBudget(tmp_path, 0))
+
     async def begin_and_end() -> None:
         async with asyncio.TaskGroup() as group:
             replicator = Replicator(
                 run_id="run",
                 view=view,
-                slots=JobSlots(directory=tmp_path, record=record, budget=MemoryBudget(tmp_path, 0)),
+                slots=slots,
                 pacer=Pacer(ReplicationPolicy(), changed=lambda: None),
                 in_flight=1,
                 group=group,
                 supervisor=Supervisor("run 'run'"),
+                sources=Sources(run_id="run", view=view, slots=slots, tier=None, identity=lambda: None),
                 tier=None,
-                identity=lambda: None,
                 observe=lambda found: None,
             )
 

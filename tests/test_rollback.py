@@ -12,6 +12,7 @@ import gated
 import pytest
 from click.testing import CliRunner
 from cluster import Cluster, wait_until
+from etcd_process import below
 from gated import Gate, on_etcd
 from hosts import PAYLOAD_BYTES, Hosts, payload, restored_bytes
 
@@ -122,9 +123,10 @@ def test_a_daemon_that_outlives_the_run_commits_nothing_over_it(hosts: Hosts, et
     assert not hosts.etcd(lambda etcd: etcd.commit(guards, late)), "a commit that was on its way"
 
     async def follow(etcd: Etcd) -> int:
-        life = Life.of(await look(etcd, hosts.prefix))
+        etcd = below(etcd, hosts.prefix)
+        life = Life.of(await look(etcd))
         assert life is not None
-        return await etcd.commit(*life.follow(Requirements(min_nodes=1, max_nodes=2)).below(hosts.prefix))
+        return await etcd.commit(*life.follow(Requirements(min_nodes=1, max_nodes=2)))
 
     assert hosts.etcd(follow)
     trainers[1].capture(7)

@@ -44,9 +44,8 @@ EDGES = {
     " daemon.etcd ckpt.convert ckpt.errors ckpt.format",
     "launcher.rendezvous": "daemon.trust daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
     "launcher.workers": "",
-    "launcher.lab": "",
     "launcher.inject": "daemon.run daemon.base daemon.etcd ckpt.errors ckpt.format",
-    "launcher": "launcher.rendezvous launcher.workers launcher.lab daemon.trust daemon.run daemon.base daemon.tier"
+    "launcher": "launcher.rendezvous launcher.workers daemon.trust daemon.run daemon.base daemon.tier"
     " ckpt ckpt.link ckpt.errors ckpt.format",
     "comm.errors": "",
     "comm.ops": "comm.errors",

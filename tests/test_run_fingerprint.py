@@ -1,5 +1,7 @@
 """What identifies a run: the same script counts as the same wherever it lies, and no argument leaves the host."""
 
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -74,22 +76,17 @@ def test_the_same_command_from_another_directory_is_the_same(tmp_path: Path, mon
         monkeypatch.chdir(directory)
         found.append(of(script, "--data", "data"))
     assert found[0] == found[1] == found[2]
-    assert of("-m", "pkg.train") == of("--no-python", "python3", "-u", "-m", "pkg.train")
+    assert of("-m", "pkg.train") == of("--no-python", sys.executable, "-u", "-m", "pkg.train")
 
 
 @pytest.mark.parametrize(
     ("words", "script", "has_content"),
     [
         (["-m", "pkg.train", "--lr", "1"], "-m pkg.train", False),
-        (["--no-python", "python", "-c", f"key = '{KEY}'", "x"], "-c", False),
-        (["--no-python", "python", f"-Ickey = '{KEY}'", "x"], "-c", False),
-        (["--no-python", "python", "-um", "pkg.train", KEY], "-m pkg.train", False),
-        (["--no-python", "python", "-mpkg.train", KEY], "-m pkg.train", False),
-        (["--no-python", "python", "-Werror", "-uX", "dev", "-mpkg.train", KEY], "-m pkg.train", False),
-        (["--no-python", "python", "--check-hash-based-pycs", "never", "-m", "pkg.train", KEY], "-m pkg.train", False),
-        (["--no-python", "python", "-u", "-", KEY], "python", False),
-        (["--no-python", "python", "-m"], "-m ", False),
-        (["--no-python", "python3.11", "-X", "dev", "-m", "pkg.train"], "-m pkg.train", False),
+        (["--no-python", "python", "-c", f"key = '{KEY}'", "x"], "python", False),
+        (["--no-python", "python", "-m", "pkg.train", KEY], "python", False),
+        (["--no-python", sys.executable, "-c", f"key = '{KEY}'"], os.path.basename(sys.executable), True),
+        (["--no-python", sys.executable, "-u"], os.path.basename(sys.executable), True),
         (["--no-python", "bash", "-c", KEY], "bash", False),
         (["--no-python", "/bin/sh", "-c", KEY], "sh", True),
         (["/nowhere/train.py"], "train.py", False),
@@ -103,12 +100,9 @@ def test_what_is_no_script_has_a_name(words: list[str], script: str, has_content
     assert found == of(*words)
 
 
-def test_scripts_of_a_named_python_are_found(tmp_path: Path) -> None:
+def test_scripts_that_torch_runs_by_path_are_found(tmp_path: Path) -> None:
     script = made(tmp_path / "train.py")
-    named = of("--no-python", "python", "-W", "error", script, KEY)
-    assert (named.script, named.content) == ("train.py", of(script).content)
-    by_path = of("--run-path", script, KEY)
-    assert (by_path.script, by_path.content) == ("train.py", named.content)
+    assert of("--run-path", script, KEY) == of(script, KEY)
 
 
 def train(*arguments: Any) -> None:

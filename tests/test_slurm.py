@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from cluster import EXAMPLE, TINY, wait_until
 from lab import EtcdMember
+from netlab import NetLab
 
 from resilient_run.daemon.tier.tier import Tier
 from resilient_run.launcher.etcd_server import find_etcd
-from resilient_run.launcher.netlab import NetLab
 
 SBATCH = EXAMPLE.parent / "slurm" / "train.sbatch"
 _PATH = f"{os.environ['PATH']}:/usr/sbin"

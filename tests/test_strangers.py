@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from netlab import unavailable
 from strangers import judged, promised
-
-from resilient_run.launcher.netlab import unavailable
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "strangers.py"
 

@@ -26,13 +26,13 @@ from cluster import Cluster, Host, kill, recovered, wait_until
 from flood import Flood
 from gated import STEPS, Gate, assert_undisturbed, train_to
 from hosts import Client, Hosts
+from netlab import unavailable
 from peer_talk import dial, hello, identity_of, peer_address, was_closed
 
 from resilient_run.ckpt.format import wire
 from resilient_run.daemon.base.crowd import Crowd
 from resilient_run.daemon.base.logs import RepeatFilter
 from resilient_run.daemon.base.supervise import Supervisor
-from resilient_run.launcher.netlab import unavailable
 
 pytestmark = pytest.mark.jobs
 

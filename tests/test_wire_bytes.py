@@ -8,6 +8,7 @@ from threading import Barrier
 
 import pytest
 import torch
+from netlab import NetLab
 from ranks import run_hosts
 
 from resilient_run.comm.compress.compressor import Compressor
@@ -19,7 +20,6 @@ from resilient_run.comm.plan.collective import MOST_AT_ONCE_BYTES, Hop, turns
 from resilient_run.comm.plan.constraints import gpu_only
 from resilient_run.comm.plan.tree import Comm, Comp, Option, Phase, Routine, all_options
 from resilient_run.comm.runtime.execute import OptionScheme
-from resilient_run.launcher.netlab import NetLab
 
 pytestmark = pytest.mark.lab
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from netlab import unavailable
 from zen_trained import DENSITY, describe, settled
 from zen_trained_models import TRAININGS
-
-from resilient_run.launcher.netlab import unavailable
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "zen_trained.py"
 

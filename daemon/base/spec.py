@@ -24,9 +24,12 @@ MAX_NPROC = 1 << 10
 _MAX_REPLICAS = 64
 
 
-def _read_etcd(values: Fields, name: str) -> EtcdConfig:
+def read_etcd(values: Fields, name: str) -> EtcdConfig:
+    """Return where etcd is, as `EtcdConfig.to_dict` says it in the field `name`; DaemonError when it does not."""
+    found = Fields(values.object(name), f"{values.what}, {name}")
+    access = {each: found.secret(each) for each in ("user", "password", "cacert", "cert", "key")}
     try:
-        return EtcdConfig.from_dict(values.object(name))
+        return EtcdConfig(endpoints=tuple(found.texts("endpoints")), **access)
     except ValueError as error:
         raise DaemonError(f"{values.what}: field '{name}': {error}") from error
 
@@ -64,7 +67,7 @@ class JobSpec(Record):
     host: str
     replicas: int = limited(low=1, high=_MAX_REPLICAS)
     nproc: int = limited(low=1, high=MAX_NPROC)
-    etcd: EtcdConfig = limited(repr=False, read=_read_etcd, write=EtcdConfig.to_dict)
+    etcd: EtcdConfig = limited(repr=False, read=read_etcd, write=EtcdConfig.to_dict)
     addr: str = limited(compare=False)
     memory_limit_bytes: int | None = None
     policy: Policy

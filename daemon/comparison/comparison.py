@@ -73,7 +73,6 @@ class Comparer:
 
     Args:
         etcd: The job's connection.
-        prefix: Of the job's keys.
         view: What this host knows of the job.
         claims: Returns what hosts claim of what all of them hold.
         digests: Of this host, and access to those of others.
@@ -84,7 +83,6 @@ class Comparer:
     def __init__(
         self,
         etcd: Etcd,
-        prefix: str,
         *,
         view: JobView,
         claims: Callable[[], Claims],
@@ -93,7 +91,6 @@ class Comparer:
         observe: Callable[[Mapping[str, Observation]], None],
     ) -> None:
         self._etcd = etcd
-        self._prefix = prefix
         self._view = view
         self._claims = claims
         self._digests = digests
@@ -278,8 +275,8 @@ class Comparer:
         round_ = self._view.round
         news = equal.name != self._masks.get(structure) if structure in self._masks else bool(lesson.mask.any())
         if news and round_ is not None:
-            guards = {self._prefix + keys.ROUND: round_.revision}
-            if not await self._etcd.commit(guards, {self._prefix + keys.EQUAL(structure): equal.to_value()}):
+            guards = {keys.ROUND: round_.revision}
+            if not await self._etcd.commit(guards, {keys.EQUAL(structure): equal.to_value()}):
                 raise _NotYet("there is another round")
             self._masks[structure] = equal.name
         self._untold.discard(structure)

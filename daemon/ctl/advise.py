@@ -165,7 +165,7 @@ def _standbys(choices: Sequence[StandbyChoice]) -> str:
         ]
         for choice in choices
     ]
-    return _table([["standbys", "goodput", "90 % of runs", "of all hosts", "idle"], *rows])
+    return table([["standbys", "goodput", "90 % of runs", "of all hosts", "idle"], *rows])
 
 
 def _replicas(best: StandbyChoice) -> str:
@@ -181,7 +181,7 @@ def _replicas(best: StandbyChoice) -> str:
         for each in best.replicas
     ]
     header = ["replicas", "P(lost | m hosts)", "P(lost | rack)", "losses a year", "persist every", "cost"]
-    return _table([header, *rows])
+    return table([header, *rows])
 
 
 def _sentence(question: Question, none: StandbyChoice, best: StandbyChoice) -> str:
@@ -199,6 +199,7 @@ def _seconds(value: float) -> str:
     return f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as lines of a table, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -80,15 +80,14 @@ async def _drain(config: EtcdConfig, run_id: str, host: str, avoided_s: float, t
         TimeoutError: Nothing was committed without it in time.
         EtcdError: etcd cannot be reached or refuses.
     """
-    etcd = await Etcd.connect(config)
-    prefix = keys.prefix(run_id)
+    etcd = await Etcd.connect(config, prefix=keys.prefix(run_id))
     mirror = Mirror({keys.WATERMARK: pair_of_entry})
     ordered = False
     try:
-        async with asyncio.timeout(timeout_s), aclosing(etcd.changes(prefix)) as states:
+        async with asyncio.timeout(timeout_s), aclosing(etcd.changes()) as states:
             seen: object = None
             async for changes in states:
-                mirror.apply({key.removeprefix(prefix): entry for key, entry in changes.items()})
+                mirror.apply(changes)
                 round_: Round | None = mirror.get(keys.ROUND)
                 watermark = mirror.get(keys.WATERMARK)
                 if round_ is None:
@@ -105,14 +104,14 @@ async def _drain(config: EtcdConfig, run_id: str, host: str, avoided_s: float, t
                     _check_goes_on(mirror, round_, host)
                     # Right after a commit the fewest steps are lost.
                     if watermark in (None, round_.restore) or seen not in (None, watermark):
-                        ordered = await _order(etcd, prefix, mirror, round_, host, avoided_s)
+                        ordered = await _order(etcd, mirror, round_, host, avoided_s)
                     seen = watermark
     finally:
         await etcd.close()
     raise DaemonError("etcd ended the watch")
 
 
-async def _order(etcd: Etcd, prefix: str, mirror: Mirror, round_: Round, host: str, avoided_s: float) -> bool:
+async def _order(etcd: Etcd, mirror: Mirror, round_: Round, host: str, avoided_s: float) -> bool:
     """Break the generation for everyone and let launchers avoid `host`, unless something has changed meanwhile."""
     now_unix_s, why = time.time(), f"host {host} is drained"
     quarantine = Quarantine(since_unix_s=now_unix_s, until_unix_s=now_unix_s + avoided_s, reason=why)
@@ -127,8 +126,8 @@ async def _order(etcd: Etcd, prefix: str, mirror: Mirror, round_: Round, host: s
     broken, job = keys.FAILURES(round_.generation), mirror.revisions.get(keys.JOB, 0)
     return (
         await etcd.commit(
-            {prefix + keys.ROUND: round_.revision, prefix + broken: 0, prefix + keys.JOB: job},
-            {prefix + keys.QUARANTINES(host): quarantine.to_value(), prefix + broken: failure.to_value()},
+            {keys.ROUND: round_.revision, broken: 0, keys.JOB: job},
+            {keys.QUARANTINES(host): quarantine.to_value(), broken: failure.to_value()},
         )
         > 0
     )

@@ -28,7 +28,7 @@ def forget(settings: Settings, run_id: str, etcd_endpoint: str | None, etcd_conf
     check_run_id(run_id, "RUN_ID")
     config = etcd_of(settings, run_id, etcd_endpoint, etcd_conf)
     try:
-        deleted = asyncio.run(_forget(config, keys.prefix(run_id)))
+        deleted = asyncio.run(_forget(config, run_id))
     except _StillRuns as error:
         raise click.ClickException(
             f"run {run_id!r} still has live launchers on {error}: end them first (a killed one counts as live until "
@@ -42,20 +42,19 @@ def forget(settings: Settings, run_id: str, etcd_endpoint: str | None, etcd_conf
         click.echo(f"{deleted} key(s) of run {run_id!r} deleted" if deleted else f"etcd has nothing of run {run_id!r}")
 
 
-async def _forget(config: EtcdConfig, prefix: str) -> int:
+async def _forget(config: EtcdConfig, run_id: str) -> int:
     """Delete every key of the run that does not vanish by itself, and return how many there were.
 
     Raises:
         _StillRuns: It has live members.
         EtcdError: etcd cannot be reached or refuses.
     """
-    etcd = await Etcd.connect(config)
-    members = prefix + keys.MEMBERS()
+    etcd = await Etcd.connect(config, prefix=keys.prefix(run_id))
+    members = keys.MEMBERS()
     try:
-        names = keys.lasting(prefix)
-        found = [key for key in await etcd.list(prefix) if key.startswith(tuple(names))]
+        found = [key for key in await etcd.list() if key.startswith(keys.lasting())]
         # Whoever joins in between makes the transaction fail.
-        if found and not await etcd.commit({members: 0}, {}, deletes=names):
+        if found and not await etcd.commit({members: 0}, {}, deletes=keys.lasting()):
             live = await etcd.list(members)
             raise _StillRuns(", ".join(sorted(key.removeprefix(members) for key in live)) or "a host that just left")
         return len(found)

@@ -9,6 +9,7 @@ from resilient_run.ckpt.errors import DaemonError
 
 from ..base.goodput import PHASES, Ledger, read_ledger
 from ..base.spec import Finite
+from .advise import table
 
 _POSITIVE = Finite(min=0, min_open=True)
 
@@ -44,12 +45,11 @@ def _text(ledger: Ledger) -> str:
                 _seconds(ledger.wasted_s(failure)),
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     total = ledger.describe()
-    lines.append(
-        f"{total['count']} failure(s): {total['down_s']:.2f} s without training, {total['steps_lost']} step(s) lost"
-    )
+    lines = [
+        table(rows),
+        f"{total['count']} failure(s): {total['down_s']:.2f} s without training, {total['steps_lost']} step(s) lost",
+    ]
     if ledger.effective_ratio is not None:
         lines.append(f"effective training time ratio: {ledger.effective_ratio:.2%} of {ledger.period_s:g} s")
     return "\n".join(lines)

@@ -88,7 +88,7 @@ def _refuse_known(settings: Settings, run_id: str, etcd: EtcdConfig | None) -> N
     known = [job for job in jobs if job["run_id"] == run_id and (job.get("launcher_pid") or job.get("watermark"))]
     step = (known[0].get("watermark") or {"step": 0})["step"] if known else None
     if step is None and etcd is not None:
-        step = asyncio.run(_known(etcd, keys.prefix(run_id)))
+        step = asyncio.run(_known(etcd, run_id))
     if step is not None:
         raise click.ClickException(
             f"run {run_id!r} has begun already and goes on from its own step {step}: choose another --run-id, or "
@@ -96,12 +96,12 @@ def _refuse_known(settings: Settings, run_id: str, etcd: EtcdConfig | None) -> N
         )
 
 
-async def _known(config: EtcdConfig, prefix: str) -> int | None:
+async def _known(config: EtcdConfig, run_id: str) -> int | None:
     """Return the committed step of a run that etcd knows, 0 when it has none, None for an unknown one."""
-    etcd = await Etcd.connect(config)
+    etcd = await Etcd.connect(config, prefix=keys.prefix(run_id))
     try:
-        found = await etcd.list(prefix)
+        found = await etcd.list()
     finally:
         await etcd.close()
-    watermark = found.get(prefix + keys.WATERMARK)
+    watermark = found.get(keys.WATERMARK)
     return None if not found else 0 if watermark is None else Fields(watermark.value, keys.WATERMARK).pair()[1]

@@ -67,7 +67,6 @@ class _Rollback:
 
     def __init__(self, run_id: str, step: int, tier: Tier | None) -> None:
         self._run_id = run_id
-        self._prefix = keys.prefix(run_id)
         self._step = step
         self._tier = tier
         self._mirror = Mirror(
@@ -88,12 +87,12 @@ class _Rollback:
             TimeoutError: Nothing was committed in time.
             EtcdError: etcd cannot be reached or refuses.
         """
-        etcd = await Etcd.connect(config)
+        etcd = await Etcd.connect(config, prefix=keys.prefix(self._run_id))
         broken: int | None = None
         try:
-            async with asyncio.timeout(timeout_s), aclosing(etcd.changes(self._prefix)) as states:
+            async with asyncio.timeout(timeout_s), aclosing(etcd.changes()) as states:
                 async for changes in states:
-                    self._mirror.apply({key.removeprefix(self._prefix): entry for key, entry in changes.items()})
+                    self._mirror.apply(changes)
                     round_: Round | None = self._mirror.get(keys.ROUND)
                     life = Life.of(self._mirror)
                     if round_ is None or life is None or life.job.closed is not None:
@@ -148,7 +147,7 @@ class _Rollback:
         await self._take_back(pair)
         guards = {**life.guard, **{key: seen.revisions.get(key, 0) for key in guarded}}
         change = Transaction(guards=guards, puts=puts, deletes=(keys.PERSIST, keys.ANSWERS()))
-        done = await etcd.commit(*change.below(self._prefix))
+        done = await etcd.commit(*change)
         return generation if done else None
 
     def _chosen(self, watermark: Pair | None, in_memory: tuple[Pair, ...]) -> Pair | None:

@@ -135,23 +135,29 @@ class Etcd:
     Operations raise `EtcdUnavailable` when no endpoint answers in time; leases and `follow` get over outages by
     themselves. As a guard or a deletion, a key that ends in "/" stands for every key below it.
 
+    Args:
+        connection: To the cluster.
+        prefix: What every key begins with that it reads or writes; keys are given, and returned, without it.
+
     Attributes:
         has_forgotten: Whether etcd came back without what it had answered before: its revision went back.
     """
 
-    def __init__(self, connection: EtcdConnection) -> None:
+    def __init__(self, connection: EtcdConnection, prefix: str = "") -> None:
+        self.prefix = prefix
         self.has_forgotten = False
         self._rpc = connection
         self._revision, self._losses = 0, 0
         self._leases: set[Lease] = set()
 
     @classmethod
-    async def connect(cls, config: EtcdConfig, timeout_s: float = 5.0) -> Self:
+    async def connect(cls, config: EtcdConfig, timeout_s: float = 5.0, *, prefix: str = "") -> Self:
         """Return a client that has read from etcd once, so endpoint, TLS and credentials are right.
 
         Args:
             config: Where etcd is and how to get in.
             timeout_s: How long to go on trying, seconds; 2.5 at most where nothing is that speaks as etcd does.
+            prefix: See the class.
 
         Raises:
             EtcdUnavailable: No endpoint answered in time.
@@ -160,7 +166,7 @@ class Etcd:
         """
         request_s = min(timeout_s, _REQUEST_S)
         connection = EtcdConnection(config, request_s)
-        etcd = cls(connection)
+        etcd = cls(connection, prefix)
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
@@ -172,7 +178,7 @@ class Etcd:
                 connection.timeout_s = request_s if connection.is_met else min(request_s, turn_s)
                 try:
                     await connection.login()
-                    await etcd.get(RUNS)
+                    await etcd.get("" if prefix else RUNS)
                     connection.timeout_s = request_s
                     return etcd
                 except EtcdUnavailable:
@@ -216,19 +222,19 @@ class Etcd:
         Raises:
             EtcdError: The value is not a JSON object.
         """
-        request = rpc.RangeRequest(key=key.encode())
+        request = rpc.RangeRequest(key=self._key(key))
         answer = await self._rpc.call(lambda member, options: member.kv.Range(request, **options))
         return _entry(answer.kvs[0]) if answer.kvs else None
 
     async def revision(self, key: str) -> int:
         """Return the revision of the key's last change, whatever it holds; 0 when there is no such key."""
-        request = rpc.RangeRequest(key=key.encode(), keys_only=True)
+        request = rpc.RangeRequest(key=self._key(key), keys_only=True)
         answer = await self._rpc.call(lambda member, options: member.kv.Range(request, **options))
         return int(answer.kvs[0].mod_revision) if answer.kvs else 0
 
-    async def list(self, prefix: str) -> dict[str, Entry]:
-        """Return every entry whose key starts with `prefix`, by full key, leaving out what `get` would not return."""
-        entries, _ = await self._load(prefix, _end(prefix))
+    async def list(self, start: str = "") -> dict[str, Entry]:
+        """Return every entry whose key starts with `start`, by key, leaving out what `get` would not return."""
+        entries, _ = await self._load(self._key(start), _end(self._key(start)))
         return entries
 
     async def put(self, key: str, value: Mapping[str, Any], lease: Lease | None = None) -> None:
@@ -237,12 +243,12 @@ class Etcd:
         Raises:
             EtcdLeaseLost: `lease` is gone.
         """
-        request = _put(key, value, lease)
+        request = _put(self._key(key), value, lease)
         await self._rpc.call(lambda member, options: member.kv.Put(request, **options))
 
     async def delete(self, key: str) -> None:
         """Delete the key if it exists."""
-        request = rpc.DeleteRangeRequest(key=key.encode())
+        request = rpc.DeleteRangeRequest(key=self._key(key))
         await self._rpc.call(lambda member, options: member.kv.DeleteRange(request, **options))
 
     async def commit(
@@ -270,18 +276,18 @@ class Etcd:
         """
         compares = [
             rpc.Compare(
-                key=key.encode(),
+                key=self._key(key),
                 target=rpc.Compare.MOD,
                 result=rpc.Compare.EQUAL,
                 mod_revision=revision,
-                range_end=_below(key),
+                range_end=_below(self._key(key)),
             )
             for key, revision in guards.items()
         ]
-        operations = [rpc.RequestOp(request_put=_put(key, value, lease)) for key, value in puts.items()]
+        operations = [rpc.RequestOp(request_put=_put(self._key(key), value, lease)) for key, value in puts.items()]
         operations += [
-            rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key.encode(), range_end=_below(key)))
-            for key in deletes
+            rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key, range_end=_below(key)))
+            for key in map(self._key, deletes)
         ]
         request = rpc.TxnRequest(compare=compares, success=operations)
         answer = await self._rpc.call(lambda member, options: member.kv.Txn(request, **options), resend=False)
@@ -321,19 +327,19 @@ class Etcd:
         except EtcdLeaseLost:
             return
 
-    async def follow(self, prefix: str) -> AsyncGenerator[dict[str, Entry], None]:
-        """Yield everything below `prefix` by full key: now, and after every change; several changes may come as one.
+    async def follow(self, start: str = "") -> AsyncGenerator[dict[str, Entry], None]:
+        """Yield every entry whose key starts with `start`: now, and after every change; several may come as one.
 
-        It costs time in all that is below `prefix` for every change: where that is much, use `changes`.
+        It costs time in all of these for every change: where they are many, use `changes`.
         """
         entries: dict[str, Entry] = {}
-        async with aclosing(self.changes(prefix)) as changes:
+        async with aclosing(self.changes(start)) as changes:
             async for changed in changes:
                 update(entries, changed)
                 yield dict(entries)
 
-    async def changes(self, prefix: str, before: str = "") -> AsyncGenerator[dict[str, Entry | None], None]:
-        """Yield what is below `prefix` by full key, maybe nothing, and then what changes there; None for what is gone.
+    async def changes(self, start: str = "", before: str = "") -> AsyncGenerator[dict[str, Entry | None], None]:
+        """Yield the entries whose key starts with `start`, maybe none, then what changes there; None for what is gone.
 
         With `before`, keys that go on with that, or with what is sorted after it, are left out. What one transaction
         changed comes together, and several changes may come as one. An outage, a compaction or a lost stream is
@@ -342,28 +348,29 @@ class Etcd:
         seen: dict[str, Entry] | None = None
         first_s, limit_s = _BACKOFF_S
         backoff_s = first_s
-        end = (prefix + before).encode() if before else _end(prefix)
+        begin = self._key(start)
+        end = begin + before.encode() if before else _end(begin)
         while True:
             try:
-                entries, revision = await self._load(prefix, end)
+                entries, revision = await self._load(begin, end)
                 changed = _difference(seen or {}, entries)
                 first, seen = seen is None, entries
                 if changed or first:
                     yield changed
-                async with aclosing(self._watch(prefix, end, revision + 1)) as answers:
+                async with aclosing(self._watch(begin, end, revision + 1)) as answers:
                     async for events in answers:
                         backoff_s = first_s
-                        changed = dict(map(_change, events))
+                        changed = dict(map(self._change, events))
                         update(seen, changed)
                         yield changed
             except EtcdError as error:
                 level = logging.WARNING if backoff_s == first_s else logging.DEBUG
-                log.log(level, "mirror of %s interrupted, going on when etcd answers: %s", prefix, error)
+                log.log(level, "mirror of %s interrupted, going on when etcd answers: %s", begin.decode(), error)
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))  # not all hosts of a run at the same moment
                 backoff_s = min(2 * backoff_s, limit_s)
 
-    async def _load(self, prefix: str, end: bytes) -> tuple[dict[str, Entry], int]:
-        request = rpc.RangeRequest(key=prefix.encode(), range_end=end)
+    async def _load(self, begin: bytes, end: bytes) -> tuple[dict[str, Entry], int]:
+        request = rpc.RangeRequest(key=begin, range_end=end)
         before, losses = self._revision, self._losses
         answer = await self._rpc.call(lambda member, options: member.kv.Range(request, **options))
         revision = answer.header.revision
@@ -372,7 +379,7 @@ class Etcd:
             if revision < before:
                 self._forget(revision)
             self._revision = max(revision, self._revision)
-        found = (_change(rpc.Event(type=rpc.Event.PUT, kv=kv)) for kv in answer.kvs)
+        found = (self._change(rpc.Event(type=rpc.Event.PUT, kv=kv)) for kv in answer.kvs)
         return {key: entry for key, entry in found if entry is not None}, revision
 
     def _forget(self, revision: int) -> None:
@@ -386,10 +393,10 @@ class Etcd:
             lease.give_up()
         self._leases.clear()
 
-    async def _watch(self, prefix: str, end: bytes, revision: int) -> AsyncGenerator[Any, None]:
+    async def _watch(self, begin: bytes, end: bytes, revision: int) -> AsyncGenerator[Any, None]:
         """Yield the events of each answer from `revision` on, until the server ends the watch or the stream breaks."""
         member, losses = self._rpc.member, self._losses
-        create = rpc.WatchCreateRequest(key=prefix.encode(), range_end=end, start_revision=revision)
+        create = rpc.WatchCreateRequest(key=begin, range_end=end, start_revision=revision)
         stream = member.watch.Watch(metadata=self._rpc.metadata)
         try:
             async with asyncio.timeout(self._rpc.timeout_s):
@@ -406,7 +413,7 @@ class Etcd:
                 answer = await stream.read()
             if answer is grpc.aio.EOF or not answer.compact_revision:
                 reason = "the stream ended" if answer is grpc.aio.EOF else answer.cancel_reason
-                raise EtcdError(f"etcd at {self._rpc.config.where} cancelled the watch of {prefix}: {reason}")
+                raise EtcdError(f"etcd at {self._rpc.config.where} cancelled the watch of {begin.decode()}: {reason}")
         except rpc.AioRpcError as error:
             raise self._rpc.failed(member, error) from error
         except TimeoutError as error:
@@ -414,10 +421,23 @@ class Etcd:
         finally:
             stream.cancel()
 
+    def _key(self, key: str) -> bytes:
+        return (self.prefix + key).encode()
 
-def _put(key: str, value: Mapping[str, Any], lease: Lease | None) -> Any:
+    def _change(self, event: Any) -> tuple[str, Entry | None]:
+        """Return the key that an event is about and what it holds now; what `get` would not return counts as gone."""
+        key = event.kv.key.decode(errors="replace").removeprefix(self.prefix)
+        if event.type == rpc.Event.PUT:
+            try:
+                return key, _entry(event.kv)
+            except EtcdError as error:
+                log.warning("ignored: %s", error)
+        return key, None
+
+
+def _put(key: bytes, value: Mapping[str, Any], lease: Lease | None) -> Any:
     body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-    return rpc.PutRequest(key=key.encode(), value=body, lease=0 if lease is None else lease.id)
+    return rpc.PutRequest(key=key, value=body, lease=0 if lease is None else lease.id)
 
 
 def _entry(kv: Any) -> Entry:
@@ -432,29 +452,18 @@ def _entry(kv: Any) -> Entry:
     return Entry(value=value, revision=kv.mod_revision, created=kv.create_revision)
 
 
-def _change(event: Any) -> tuple[str, Entry | None]:
-    """Return the key that an event is about and what it holds now; what `get` would not return counts as gone."""
-    key = event.kv.key.decode(errors="replace")
-    if event.type == rpc.Event.PUT:
-        try:
-            return key, _entry(event.kv)
-        except EtcdError as error:
-            log.warning("ignored: %s", error)
-    return key, None
-
-
 def _difference(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> dict[str, Entry | None]:
     gone = dict.fromkeys(before.keys() - after.keys())
     return {**gone, **{key: entry for key, entry in after.items() if before.get(key) != entry}}
 
 
-def _end(prefix: str) -> bytes:
-    """Return the first key after every key that starts with `prefix` (keys are UTF-8 text, which has no byte 0xff)."""
-    return prefix.encode() + b"\xff"
+def _end(start: bytes) -> bytes:
+    """Return the first key after every key that starts with `start` (keys are UTF-8 text, which has no byte 0xff)."""
+    return start + b"\xff"
 
 
-def _below(key: str) -> bytes:
-    return _end(key) if key.endswith("/") else b""
+def _below(key: bytes) -> bytes:
+    return _end(key) if key.endswith(b"/") else b""
 
 
 __all__ = [

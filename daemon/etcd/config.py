@@ -34,6 +34,8 @@ class EtcdConfig:
     def __post_init__(self) -> None:
         if not self.endpoints:
             raise ValueError("no etcd endpoint given; use --rdzv-endpoint=host[:port][,host[:port]...]")
+        for endpoint in self.endpoints:
+            _endpoint(endpoint)
         if (self.user is None) != (self.password is None):
             raise ValueError(
                 "etcd needs both a user and a password; set RESILIENT_ETCD_USER and RESILIENT_ETCD_PASSWORD"
@@ -73,25 +75,6 @@ class EtcdConfig:
             password=password or None,
             **{name: path and os.path.abspath(path) for name, path in paths.items()},
         )
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        """Return the configuration that `to_dict` gave.
-
-        Raises:
-            ValueError: A field is missing, unknown or of another type.
-        """
-        names = {"endpoints", "user", "password", "cacert", "cert", "key"}
-        if set(value) != names:
-            raise ValueError(f"etcd configuration has the fields {sorted(value)}, not {sorted(names)}")
-        endpoints = value["endpoints"]
-        if not isinstance(endpoints, list | tuple) or not all(isinstance(item, str) for item in endpoints):
-            raise ValueError(f"etcd endpoints are {endpoints!r}, not a list of strings")
-        texts = {name: value[name] for name in names - {"endpoints"}}
-        for name, text in texts.items():
-            if text is not None and not isinstance(text, str):
-                raise ValueError(f"etcd configuration field {name!r} is a {type(text).__name__}, not a string or null")
-        return cls(endpoints=tuple(_endpoint(item) for item in endpoints), **texts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration, with its password, as a JSON object."""

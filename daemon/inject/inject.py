@@ -41,7 +41,6 @@ class Injector:
     """
 
     def __init__(self, *, run_id: str, scene: Scene) -> None:
-        self._prefix = keys.prefix(run_id)
         self._scene = scene
         self._begun: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -50,7 +49,7 @@ class Injector:
     async def run(self, etcd: Etcd) -> None:
         """Carry orders out until cancelled."""
         log.warning("faults may be injected into this job")
-        async with asyncio.TaskGroup() as group, aclosing(etcd.follow(self._prefix + keys.INJECTION)) as states:
+        async with asyncio.TaskGroup() as group, aclosing(etcd.follow(keys.INJECTION)) as states:
             async for entries in states:
                 self._let_go(entries)
                 for number, entry in self._new(entries).items():
@@ -65,7 +64,7 @@ class Injector:
 
     def _let_go(self, entries: Mapping[str, Entry]) -> None:
         """Forget the orders that are not there any more, and wait no longer for the moment of one."""
-        gone = {number for number in self._begun if self._prefix + keys.ORDERS(number) not in entries}
+        gone = {number for number in self._begun if keys.ORDERS(number) not in entries}
         self._begun -= gone
         for number in gone & self._waiting.keys():
             self._waiting[number].cancel()
@@ -73,7 +72,7 @@ class Injector:
 
     def _new(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
         """Return the orders for this host, by id, that are neither carried out nor begun."""
-        orders, done = self._prefix + keys.ORDERS(), self._prefix + keys.OUTCOMES()
+        orders, done = keys.ORDERS(), keys.OUTCOMES()
         return {
             number: entry
             for key, entry in entries.items()
@@ -131,7 +130,7 @@ class Injector:
 
     async def _record(self, etcd: Etcd, number: str, entry: Entry, *, ok: bool, what: str) -> bool:
         """Write the outcome and tell whether the order may be carried out."""
-        key, view = self._prefix + keys.OUTCOMES(number), self._scene.view
+        key, view = keys.OUTCOMES(number), self._scene.view
         outcome: dict[str, Any] = {
             "host": view.host,
             "kind": printable(str(entry.value.get("kind")), _KIND_LENGTH),
@@ -143,13 +142,13 @@ class Injector:
         }
         while True:
             try:
-                job = await etcd.get(self._prefix + keys.JOB)
+                job = await etcd.get(keys.JOB)
                 if job is None:
                     log.warning("order %s dropped: its run is over", number)
                     return False
                 guards = {
-                    self._prefix + keys.JOB: job.revision,
-                    self._prefix + keys.ORDERS(number): entry.revision,
+                    keys.JOB: job.revision,
+                    keys.ORDERS(number): entry.revision,
                     key: 0,
                 }
                 if await etcd.commit(guards, {key: outcome}):

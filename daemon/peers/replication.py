@@ -17,10 +17,7 @@ from ..run.observation import Observation
 from ..run.view import JobView
 from ..slots.slots import JobSlots
 from ..tier.fetch import TierSource
-from ..trust.identity import Identity
-from ..trust.secure import SecureSocket
 from .daemon_transport import DaemonTransport
-from .fetch import Peer, PeerError
 from .handover import hand_over
 from .pacing import Pacer
 from .reading import SlotReader, Wanted
@@ -54,8 +51,8 @@ class Replicator:
         in_flight: Ranges of an offered capture that are asked for ahead.
         group: Runs the tasks.
         supervisor: Of the job's tasks.
-        tier: The last place to look for a pair, None without a persistent tier.
-        identity: Returns who this host is to its peers, None while it is not known.
+        sources: Where replicas can be had.
+        tier: The last of them, None without a persistent tier.
         observe: Takes why a replica cannot be kept here.
 
     Attributes:
@@ -74,8 +71,8 @@ class Replicator:
         in_flight: int,
         group: asyncio.TaskGroup,
         supervisor: Supervisor,
+        sources: Sources,
         tier: TierSource | None,
-        identity: Callable[[], Identity | None],
         observe: Callable[[Mapping[str, Observation]], None],
     ) -> None:
         self._run_id = run_id
@@ -83,15 +80,15 @@ class Replicator:
         self._slots = slots
         self._group = group
         self._supervisor = supervisor
-        self._sources = Sources(run_id=run_id, view=view, slots=slots, tier=tier, identity=identity)
+        self._sources = sources
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lent: set[int] = set()
-        self.reader = SlotReader(view=view, slots=slots, sources=self._sources, tier=tier)
+        self.reader = SlotReader(view=view, slots=slots, sources=sources, tier=tier)
         self.trainers = TrainerTransport(run_id=run_id, view=view, slots=slots, spawn=self._once)
         self.daemons = DaemonTransport(
             view=view,
             slots=slots,
-            sources=self._sources,
+            sources=sources,
             pacer=pacer,
             in_flight=in_flight,
             spawn=self._once,
@@ -197,33 +194,6 @@ class Replicator:
         if task.cancelled():
             raise RestoreError(f"rank {rank}: its generation ended during the restore; another one has begun")
         return task.result()
-
-    async def peer(self, host: str) -> Peer | None:
-        """Return the daemon of `host`, None while its address or the job's secret is not known."""
-        return await self._sources.peer(host)
-
-    async def dial(self, host: str) -> SecureSocket:
-        """Return a connection of its own to the daemon of `host`.
-
-        Raises:
-            PeerError: It cannot be reached.
-        """
-        return await self._sources.dial(host)
-
-    async def ask(self, host: str) -> None:
-        """Return once the daemon of `host` has answered.
-
-        Raises:
-            PeerError: It does not, or is not registered.
-        """
-        peer = await self._sources.peer(host)
-        if peer is None:
-            raise PeerError(f"the daemon of host {host} is not registered")
-        await peer.ask()
-
-    async def close(self) -> None:
-        """Close the connections to peers."""
-        await self._sources.close()
 
     async def _restore(self, rank: int, topology: int) -> Restored:
         round_ = self._view.round

@@ -77,6 +77,17 @@ class Sources:
         assert identity is not None
         return await connect(host, self._view.addresses[host], identity)
 
+    async def ask(self, host: str) -> None:
+        """Return once the daemon of `host` has answered.
+
+        Raises:
+            PeerError: It does not, or is not registered.
+        """
+        peer = await self.peer(host)
+        if peer is None:
+            raise PeerError(f"the daemon of host {host} is not registered")
+        await peer.ask()
+
     async def fetch_from_any(self, rank: int, pair: Pair, *, insist: bool = False) -> tuple[list[str], bool]:
         """Fetch from all hosts that should hold `pair` at once, else from any, and at last from the persistent tier.
 

@@ -48,19 +48,17 @@ class Committer:
 
     Args:
         etcd: The job's connection.
-        prefix: Of the job's keys.
         view: What is known of the job.
         tree: Through which the hosts report.
         state: What the job's keys say; whoever changes it calls the view's `notify`.
         agrees: Tells whether ranks that must hold the same bytes do in a pair; else it is not committed.
         keep_every: Steps between the older committed pairs that stay in memory.
-        also: Returns what else is put when a pair is committed, by key without the prefix.
+        also: Returns what else is put when a pair is committed, by key.
     """
 
     def __init__(
         self,
         etcd: Etcd,
-        prefix: str,
         *,
         view: JobView,
         tree: ReportTree,
@@ -70,7 +68,6 @@ class Committer:
         also: Callable[[Pair], Mapping[str, Any]] | None,
     ) -> None:
         self._etcd = etcd
-        self._prefix = prefix
         self._view = view
         self._tree = tree
         self._state = state
@@ -93,10 +90,10 @@ class Committer:
                 self._count(move)
             if move.pair is not None:
                 puts[keys.WATERMARK] = pair_value(move.pair)
-                if move.older != self._state.older:
+                if move.older != self._state.get(keys.OLDER, ()):
                     puts[keys.OLDER] = {"pairs": move.older}
-                world_size = self._state.world_size
-                if world_size is not None and self._state.committed != world_size:
+                world_size = None if self._state.round is None else self._state.round.world_size
+                if self._state.get(keys.COMMITTED) != world_size:
                     # Launchers do not follow the watermark, but must not lead the run to another size from now on.
                     puts[keys.COMMITTED] = {"world_size": world_size}
                 if self._also is not None:
@@ -105,10 +102,7 @@ class Committer:
             puts[keys.NEXT] = pair_value(Pair(move.generation, following))
             log.debug("%s is committed, step %d is captured next", move.pair, following)
             try:
-                await self._etcd.commit(
-                    {self._prefix + key: revision for key, revision in guards.items()},
-                    {self._prefix + key: value for key, value in puts.items()},
-                )
+                await self._etcd.commit(guards, puts)
                 await self._view.wait_until_shown(lambda: self._guards() != guards)  # noqa: B023
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)
@@ -141,5 +135,5 @@ class Committer:
         return _Move(generation=generation, pair=None, done=max(following, missed.step, *done), late=missed.late)
 
     def _guards(self) -> dict[str, int]:
-        revisions = {key: self._state.revision(key) for key in (keys.ROUND, keys.WATERMARK, keys.NEXT)}
+        revisions = {key: self._state.revisions.get(key, 0) for key in (keys.ROUND, keys.WATERMARK, keys.NEXT)}
         return revisions if self._state.life is None else revisions | self._state.life.guard

@@ -54,18 +54,10 @@ class PutInQuarantine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Replace:
-    """Ask the operator for hosts in the place of `hosts`."""
+class Ask:
+    """Ask the operator for a host in the place of each of `hosts`; "" is another standby."""
 
     hosts: tuple[str, ...]
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AddStandbys:
-    """Ask the operator for `count` more standbys."""
-
-    count: int
     reason: str
 
 
@@ -122,7 +114,7 @@ class Stop:
     reason: str
 
 
-Action = Note | PutInQuarantine | Replace | AddStandbys | Answered | Release | FallBack | Break | Overlook | Stop
+Action = Note | PutInQuarantine | Ask | Answered | Release | FallBack | Break | Overlook | Stop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -417,13 +409,13 @@ def _in_need(view: RootView, avoided: set[str]) -> dict[str, bool]:
     }
 
 
-def _replacement(view: RootView, avoided: set[str], spare: list[str]) -> Replace | None:
+def _replacement(view: RootView, avoided: set[str], spare: list[str]) -> Ask | None:
     """Return the request for as many hosts as are lost or avoided beyond the standbys, each asked for once."""
     need = _in_need(view, avoided)
     wanted = [host for host in list(need)[len(spare) :] if not _asked(view, host, lost=need[host])]
     if not wanted:
         return None
-    return Replace(hosts=tuple(wanted), reason=f"no standby is ready for host(s) {', '.join(wanted)}")
+    return Ask(hosts=tuple(wanted), reason=f"no standby is ready for host(s) {', '.join(wanted)}")
 
 
 def _asked(view: RootView, host: str, *, lost: bool) -> bool:
@@ -439,20 +431,16 @@ def remembered(view: RootView, actions: Iterable[Action], now_unix_s: float) -> 
     requests = list(view.requests)
     for action in actions:
         match action:
-            case Replace(hosts=hosts):
-                requests += _requests(view, hosts, now_unix_s)
-            case AddStandbys(count=count):
-                requests += _requests(view, [""] * count, now_unix_s)
+            case Ask(hosts=hosts):
+                known = tuple(sorted(view.members))
+                requests += [
+                    Request(host=host, generation=view.generation, unix_s=now_unix_s, known=known) for host in hosts
+                ]
             case Answered(request=request, host=host):
                 requests[requests.index(request)] = replace(request, answer=host)
             case Release(request=request):
                 requests.remove(request)
     return tuple(requests[-_KEPT_REQUESTS:])
-
-
-def _requests(view: RootView, hosts: Iterable[str], now_unix_s: float) -> list[Request]:
-    known = tuple(sorted(view.members))
-    return [Request(host=host, generation=view.generation, unix_s=now_unix_s, known=known) for host in hosts]
 
 
 def _answers(view: RootView) -> list[Answered]:
@@ -485,12 +473,12 @@ def shortage(view: RootView, policy: RootPolicy, now_unix_s: float) -> int:
     return max(0, policy.standbys + len(_in_need(view, avoided)) - there - coming)
 
 
-def _standbys(view: RootView, policy: RootPolicy, now_unix_s: float) -> AddStandbys | None:
+def _standbys(view: RootView, policy: RootPolicy, now_unix_s: float) -> Ask | None:
     """Return the request for the standbys that are missing, once they have been for a while."""
     missing = shortage(view, policy, now_unix_s)
     if not missing or view.short_s <= _ABSENT_S:
         return None
-    return AddStandbys(count=missing, reason=f"{missing} of {policy.standbys} standby(s) missing")
+    return Ask(hosts=("",) * missing, reason=f"{missing} of {policy.standbys} standby(s) missing")
 
 
 def _surplus(

@@ -22,14 +22,12 @@ class Election:
 
     Args:
         etcd: The job's connection.
-        prefix: Of the job's keys.
         view: What is known of the job.
         leased: Has this daemon's lease.
     """
 
-    def __init__(self, etcd: Etcd, prefix: str, view: JobView, leased: LeasedKeys) -> None:
+    def __init__(self, etcd: Etcd, view: JobView, leased: LeasedKeys) -> None:
         self._etcd = etcd
-        self._prefix = prefix
         self._view = view
         self._leased = leased
         self._won_with: Lease | None = None
@@ -43,9 +41,9 @@ class Election:
             if round_ is None or seen is None or lease is None or reason is None:
                 continue
             # The guard on the round keeps a host out that does not know yet that it was replaced.
-            guards = {self._prefix + keys.LEADER: seen, self._prefix + keys.ROUND: round_.revision}
+            guards = {keys.LEADER: seen, keys.ROUND: round_.revision}
             try:
-                puts = {self._prefix + keys.LEADER: {"host": self._view.host}}
+                puts = {keys.LEADER: {"host": self._view.host}}
                 won = await self._etcd.commit(guards, puts, lease=lease)
             except EtcdLeaseLost:
                 lease.give_up()

@@ -9,7 +9,6 @@ import shlex
 import signal
 import stat
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 from ..base.policy import RootPolicy
 from ..base.process import restore_file_limit
@@ -39,100 +38,90 @@ class HostRequest:
     reason: str
 
 
-class Operator(Protocol):
-    """Provides hosts; a new one takes part by starting a launcher with the run's `--rdzv-id`."""
+class Operator:
+    """Provides hosts as the policy says: by Slurm, by a command, or by telling people to.
+
+    A new one takes part by starting a launcher with the run's `--rdzv-id`. A command finds its request as JSON on its
+    standard input and in REQUEST_VARIABLE. `sbatch` submits the batch script, which finds the run id in RUN_ID and
+    starts a launcher that names its host as Slurm does; `scancel` ends the job that runs on a host.
+
+    Args:
+        policy: Has the commands, as words in a shell (no shell interprets them), or the script, and their time limit.
+    """
+
+    def __init__(self, policy: RootPolicy) -> None:
+        self._policy = policy
 
     async def provide(self, request: HostRequest) -> str:
         """Ask for one host and return, for people, what was done; takes as long as it needs and raises nothing."""
-        ...
-
-    async def release(self, request: HostRequest) -> str:
-        """Give a host back, as `provide` asks for one; its launcher is to be ended."""
-        ...
-
-
-class NoOperator:
-    """Provides nothing: somebody else has to start another launcher, or end one."""
-
-    async def provide(self, request: HostRequest) -> str:
-        """Return what the run is waiting for."""
+        if self._policy.slurm_script:
+            return await self._submit(request)
+        if self._policy.operator_command.strip():
+            return await self._command("operator_command", self._policy.operator_command, request)
         what = f"a standby for host {request.host}" if request.host else "another standby"
         return f"waiting for {what}: start a launcher with --rdzv-id {request.run_id} on it"
 
     async def release(self, request: HostRequest) -> str:
-        """Return what is not needed any more."""
+        """Give a host back, as `provide` asks for one; its launcher is to be ended."""
+        if self._policy.slurm_script:
+            return await self._cancel(request)
+        if self._policy.operator_command.strip():
+            return await self._command("release_command", self._policy.release_command, request)
         return f"host {request.host} is not needed any more: end its launcher"
 
-
-class Command:
-    """Runs a command for every request, which finds it as JSON on its standard input and in REQUEST_VARIABLE.
-
-    Args:
-        command: Asks for a host. Words as in a shell; no shell interprets them.
-        release_command: Gives one back, likewise.
-        timeout_s: When a command and its children are killed, seconds.
-    """
-
-    def __init__(self, command: str, release_command: str, timeout_s: float) -> None:
-        self._command = command
-        self._release_command = release_command
-        self._timeout_s = timeout_s
-
-    async def provide(self, request: HostRequest) -> str:
-        """Run the command, log what it prints, and return how it ended."""
-        return await self._run("operator_command", self._command, request)
-
-    async def release(self, request: HostRequest) -> str:
-        """Do the same with the command that gives a host back."""
-        return await self._run("release_command", self._release_command, request)
-
-    async def _run(self, setting: str, command: str, request: HostRequest) -> str:
-        body = json.dumps(asdict(request)).encode()
+    async def _command(self, setting: str, command: str, request: HostRequest) -> str:
+        body = json.dumps(asdict(request))
         who = f"{setting.replace('_', ' ')} for {_what(request)}"
         try:
             words = shlex.split(command)
         except ValueError as error:
             return f"{who} cannot be started: {error}; see root.{setting}"
-        return await _outcome(
-            words, body, {REQUEST_VARIABLE: body.decode()}, who=who, setting=setting, timeout_s=self._timeout_s
-        )
+        return await self._run(words, body.encode(), {REQUEST_VARIABLE: body}, who=who, setting=setting)
 
-
-class Slurm:
-    """Provides a host as a job of Slurm: `sbatch` submits a script, and `scancel` ends the job that runs on a host.
-
-    The script, which finds the run id in RUN_ID, starts a launcher that names its host as Slurm does.
-
-    Args:
-        script: The file, which nobody but this user and root may be able to change.
-        timeout_s: When one of these commands is killed, seconds.
-    """
-
-    def __init__(self, script: str, timeout_s: float) -> None:
-        self._script = script
-        self._timeout_s = timeout_s
-
-    async def provide(self, request: HostRequest) -> str:
-        """Submit the script, and return how that ended."""
+    async def _submit(self, request: HostRequest) -> str:
         try:
-            script = _own(self._script)
+            script = _own(self._policy.slurm_script)
         except (OSError, ValueError) as error:
             return f"no job for {_what(request)}: {error}; see root.slurm_script"
-        words = ["sbatch", f"--job-name={_job(request)}"]
-        return await self._outcome(words, script, {"RUN_ID": request.run_id}, request)
+        return await self._slurm(["sbatch", f"--job-name={_job(request)}"], script, {"RUN_ID": request.run_id}, request)
 
-    async def release(self, request: HostRequest) -> str:
-        """Cancel the job on that host, if it is one of this run's, and return how that ended."""
+    async def _cancel(self, request: HostRequest) -> str:
+        """Cancel the job on that host, if it is one of this run's."""
         node = machine_of(request.host)
         # To Slurm, "n[1-9]" or "a,b" would be several.
         if not all(re.fullmatch(r"[A-Za-z0-9._:-]+", name) for name in (node, _job(request))):
             return f"no job is cancelled for {_what(request)}: Slurm may read its name or the run id as a list"
         words = ["scancel", "--verbose", f"--user={os.geteuid()}", f"--name={_job(request)}", f"--nodelist={node}"]
-        return await self._outcome(words, b"", {}, request)
+        return await self._slurm(words, b"", {}, request)
 
-    async def _outcome(self, words: list[str], body: bytes, env: dict[str, str], request: HostRequest) -> str:
-        who = f"{words[0]} for {_what(request)}"
-        return await _outcome(words, body, env, who=who, setting="slurm_script", timeout_s=self._timeout_s)
+    async def _slurm(self, words: list[str], body: bytes, env: dict[str, str], request: HostRequest) -> str:
+        return await self._run(words, body, env, who=f"{words[0]} for {_what(request)}", setting="slurm_script")
+
+    async def _run(self, words: list[str], body: bytes, env: dict[str, str], *, who: str, setting: str) -> str:
+        """Run a command with `body` on its standard input, log what it prints, and return how it ended."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            return f"{who} cannot be started: {error}; see root.{setting}"
+        restore_file_limit(process.pid)
+        try:
+            async with asyncio.timeout(self._policy.operator_timeout_s):
+                output, _ = await process.communicate(body)
+        except TimeoutError:
+            return f"{who} was killed after {self._policy.operator_timeout_s:g} s; see root.operator_timeout_s"
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        log.info("%s printed: %s", who, output[-_OUTPUT_BYTES:].decode(errors="replace").strip() or "nothing")
+        return f"{who} exited with code {process.returncode}"
 
 
 def _what(request: HostRequest) -> str:
@@ -160,41 +149,3 @@ def _own(path: str) -> bytes:
                 f"regular file that belongs to you; chmod go-w {path}"
             )
         return file.read()
-
-
-async def _outcome(
-    words: list[str], body: bytes, env: dict[str, str], *, who: str, setting: str, timeout_s: float
-) -> str:
-    """Run a command with `body` on its standard input, log what it prints, and return how it ended."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **env},
-            start_new_session=True,
-        )
-    except (OSError, ValueError) as error:
-        return f"{who} cannot be started: {error}; see root.{setting}"
-    restore_file_limit(process.pid)
-    try:
-        async with asyncio.timeout(timeout_s):
-            output, _ = await process.communicate(body)
-    except TimeoutError:
-        return f"{who} was killed after {timeout_s:g} s; see root.operator_timeout_s"
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-    log.info("%s printed: %s", who, output[-_OUTPUT_BYTES:].decode(errors="replace").strip() or "nothing")
-    return f"{who} exited with code {process.returncode}"
-
-
-def make_operator(policy: RootPolicy) -> Operator:
-    """Return the operator that `policy` names."""
-    if policy.slurm_script:
-        return Slurm(policy.slurm_script, policy.operator_timeout_s)
-    if policy.operator_command.strip():
-        return Command(policy.operator_command, policy.release_command, policy.operator_timeout_s)
-    return NoOperator()

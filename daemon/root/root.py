@@ -13,7 +13,7 @@ from typing import Any
 from resilient_run.ckpt.errors import DaemonError
 from resilient_run.ckpt.format.pair import Pair, is_import, pair_value
 
-from ..base.policy import RootPolicy
+from ..base.policy import Policy
 from ..base.supervise import Supervisor
 from ..comparison.comparison import Comparer
 from ..comparison.digests import HostDigests
@@ -29,8 +29,8 @@ from ..run.view import JobView
 from .committer import Committer
 from .decide import (
     Action,
-    AddStandbys,
     Answered,
+    Ask,
     Break,
     Decision,
     FallBack,
@@ -38,7 +38,6 @@ from .decide import (
     Overlook,
     PutInQuarantine,
     Release,
-    Replace,
     Stop,
     decide,
     remembered,
@@ -69,13 +68,10 @@ class Root:
         etcd: The job's connection.
         view: What this host knows of the job.
         tree: Through which the hosts report, and hear what is committed.
-        policy: How failures are answered.
-        corruption: What it leads to that ranks differ which must not: "warn", "stop" or "rollback".
-        keep_every: Steps between the older committed pairs that stay in memory.
+        policy: How failures are answered, and what stays in memory.
         digests: By which they are compared.
         observe: Takes in what way they differ.
-        operator: Asked for hosts, and given back those that are not needed.
-        group: Runs the requests to it.
+        group: Runs the requests to the operator.
         supervisor: Of the job's tasks.
         also_commit: Returns what else is put when a pair is committed, by key.
         made_by: Returns how many ranks captured a pair that the persistent tier has, None if it cannot be read.
@@ -88,24 +84,20 @@ class Root:
         *,
         view: JobView,
         tree: ReportTree,
-        policy: RootPolicy,
-        corruption: str,
-        keep_every: int,
+        policy: Policy,
         digests: HostDigests,
         observe: Callable[[Mapping[str, Observation]], None],
-        operator: Operator,
         group: asyncio.TaskGroup,
         supervisor: Supervisor,
         also_commit: Callable[[Pair], Mapping[str, Any]] | None,
         made_by: Callable[[Pair], Awaitable[int | None]] | None,
     ) -> None:
         self._run_id = run_id
-        self._prefix = keys.prefix(run_id)
         self._etcd = etcd
         self._view = view
         self._tree = tree
-        self._policy = policy
-        self._operator = operator
+        self._policy = policy.root
+        self._operator = Operator(policy.root)
         self._made_by = made_by
         self._group = group
         self._supervisor = supervisor
@@ -114,24 +106,22 @@ class Root:
         self._over_in: int | None = None
         self._absent_since_s: dict[str, float] = {}
         self._short_since_s: float | None = None
-        self._corruption = corruption
+        self._corruption = policy.detect.corruption
         self._comparer = Comparer(
             etcd,
-            self._prefix,
             view=view,
             claims=self._claims,
             digests=digests,
-            action=corruption,
+            action=self._corruption,
             observe=observe,
         )
         self._committer = Committer(
             etcd,
-            self._prefix,
             view=view,
             tree=tree,
             state=self._state,
             agrees=self._comparer.agrees,
-            keep_every=keep_every,
+            keep_every=policy.replication.keep_every,
             also=also_commit,
         )
 
@@ -146,9 +136,9 @@ class Root:
             group.create_task(self._supervisor.keep("govern", self._govern, essential=True))
 
     async def _mirror(self) -> None:
-        async with aclosing(self._etcd.changes(self._prefix)) as states:
+        async with aclosing(self._etcd.changes()) as states:
             async for changes in states:
-                self._state.apply({key.removeprefix(self._prefix): entry for key, entry in changes.items()})
+                self._state.apply(changes)
                 if self._view.left_out != self._state.left_out:
                     self._view.left_out = self._state.left_out
                 self._tree.beside = self._state.spares
@@ -190,11 +180,11 @@ class Root:
         said = Said(
             term=term,
             number=self._tree.spoken + 1,
-            watermark=state.watermark,
-            watermark_revision=state.revision(keys.WATERMARK),
-            next=state.next,
-            older=state.older,
-            persist=state.persist,
+            watermark=state.get(keys.WATERMARK),
+            watermark_revision=state.revisions.get(keys.WATERMARK, 0),
+            next=state.get(keys.NEXT),
+            older=state.get(keys.OLDER, ()),
+            persist=state.get(keys.PERSIST),
         )
         return None if known is not None and replace(said, number=known.number) == known else said
 
@@ -252,18 +242,16 @@ class Root:
             if isinstance(action, FallBack) and not is_import(action.pair) and self._made_by is not None:
                 ranks = await self._made_by(action.pair)
                 if ranks is not None:
-                    made = replace(made, puts={**made.puts, keys.COMMITTED: {"world_size": ranks}})
-        return await self._etcd.commit(*made.below(self._prefix)) > 0
+                    made = made._replace(puts={**made.puts, keys.COMMITTED: {"world_size": ranks}})
+        return await self._etcd.commit(*made) > 0
 
     def _announce(self, seen: RootView, decision: Decision) -> None:
         for action in decision.actions:
             log.log(logging.ERROR if isinstance(action, Stop) else logging.WARNING, "%s", action.reason)
             ask, hosts = self._operator.provide, tuple[str, ...]()
             match action:
-                case Replace():
+                case Ask():
                     hosts = action.hosts
-                case AddStandbys():
-                    hosts = ("",) * action.count
                 case Release():
                     ask, hosts = self._operator.release, (action.host,)
             for host in hosts:
@@ -274,7 +262,7 @@ class Root:
         """Let the operator answer, however long it takes, and remember what it said."""
         outcome = await ask(request)
         log.warning("%s", outcome)
-        key = self._prefix + keys.DECISIONS
+        key = keys.DECISIONS
         about = {"unix_s": time.time(), "root": self._view.host, "generation": request.generation}
         entry = {**about, "kind": "operator", "hosts": _named(request.host), "reason": outcome}
         while True:
@@ -339,10 +327,9 @@ def _entry(action: Action) -> dict[str, Any]:
             hosts = _named(failure.host)
         case PutInQuarantine(host=host):
             kind, hosts = "quarantine", [host]
-        case Replace():
-            kind, hosts = "replace", list(action.hosts)
-        case AddStandbys():
-            kind = "add_standbys"
+        case Ask():
+            hosts = [host for host in action.hosts if host]
+            kind = "replace" if hosts else "add_standbys"
         case Answered(host=host):
             kind, hosts = "answered", [host]
         case Release(host=host):

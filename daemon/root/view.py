@@ -43,7 +43,7 @@ class RootView:
         went_back: Steps because of which the run went back.
         requests: Hosts that the operator was asked for, oldest first; none that was given back.
         life: The life of the run, None while nobody has begun it.
-        revisions: Key without the run's prefix → revision of its last change; guards what is decided on this view.
+        revisions: Key → revision of its last change; guards what is decided on this view.
     """
 
     host: str

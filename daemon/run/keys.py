@@ -60,13 +60,13 @@ def prefix(run_id: str) -> str:
     return f"{RUNS}{run_id}/"
 
 
-def lasting(prefix: str) -> list[str]:
-    """Return what may stay of a life of the run that `prefix` is of, once no launcher is a member of it, to be deleted.
+def lasting() -> tuple[str, ...]:
+    """Return what may stay of a life of a run, once no launcher is a member of it, to be deleted.
 
     What vanishes with its writer is not among it: daemons may be there already for the next life.
     """
     folders = RENDEZVOUS, EQUAL(), f"{WATERMARK}/", ANSWERS(), INJECTION
-    return [prefix + name for name in (*folders, UNHEALTHY, DECISIONS, REQUESTS, HISTORY, WATERMARK, PERSISTED)]
+    return (*folders, UNHEALTHY, DECISIONS, REQUESTS, HISTORY, WATERMARK, PERSISTED)
 
 
 def split(key: str) -> list[str]:

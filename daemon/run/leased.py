@@ -24,16 +24,14 @@ class LeasedKeys:
     after a later one.
 
     Args:
-        prefix: Of all keys of the run.
         view: Its `notify` wakes `run`.
 
     Attributes:
         lease: The daemon's present lease, None before the first.
     """
 
-    def __init__(self, prefix: str, view: JobView) -> None:
+    def __init__(self, view: JobView) -> None:
         self.lease: Lease | None = None
-        self._prefix = prefix
         self._view = view
         self._wanted: dict[str, Mapping[str, Any]] = {}
         self._written: dict[str, tuple[Mapping[str, Any], int | None]] = {}
@@ -73,13 +71,13 @@ class LeasedKeys:
     async def _write(self, etcd: Etcd, lease: Lease) -> None:
         """Make etcd as it is wanted; what is not known to be written is read first."""
         for name in self._unwritten():
-            key, value = self._prefix + name, self._wanted.get(name)
+            value = self._wanted.get(name)
             _, revision = self._written.get(name, (_UNKNOWN, None))
             self._written[name] = _UNKNOWN, None
             if revision is None:
-                revision = await etcd.revision(key)
+                revision = await etcd.revision(name)
             if value is None:
-                if not revision or await etcd.commit({key: revision}, {}, deletes=[key]):
+                if not revision or await etcd.commit({name: revision}, {}, deletes=[name]):
                     del self._written[name]
-            elif written := await etcd.commit({key: revision}, {key: value}, lease=lease):
+            elif written := await etcd.commit({name: revision}, {name: value}, lease=lease):
                 self._written[name] = value, written

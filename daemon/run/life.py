@@ -1,4 +1,4 @@
-"""The lives of a run id: the states of a run, who may change them, and the transaction of each change (pure functions).
+"""The lives of a run id: the transaction of each change from one state of a run to another (pure functions).
 
 `keys.JOB` alone says which life of the run id is the current one and how it ended. Each life has a key of its own below
 `keys.LIVES`, which is written when it begins and when it ends, and removed with it. Whoever is guarded by that writes
@@ -6,79 +6,27 @@ nothing into another life, nor into one that is over, also where etcd came back 
 anew: no name comes twice.
 """
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from resilient_run.ckpt.format.pair import Pair, pair_value
 
 from . import keys
 from .mirror import Mirror
 from .records import Agreement, Closed, Failure, Requirements
-from .rounds import Member, Round
-
-
-class State(StrEnum):
-    """What a run does, by its keys."""
-
-    UNKNOWN = "unknown"
-    WAITING = "waiting"
-    TRAINING = "training"
-    BROKEN = "broken"
-    ENDED = "ended"
-
-    @classmethod
-    def of(
-        cls, job: Agreement | None, round_: Round | None, failures: Container[int], members: Mapping[str, Member]
-    ) -> "State":
-        """Return the state of a run with these keys."""
-        if job is None:
-            return cls.UNKNOWN
-        if job.closed is not None:
-            return cls.ENDED
-        if round_ is None:
-            return cls.WAITING
-        return cls.BROKEN if round_.generation in failures or round_.gone(members) else cls.TRAINING
-
-
-TRANSITIONS: Mapping[tuple[State, State], str] = {
-    (State.UNKNOWN, State.WAITING): "newcomer",
-    (State.WAITING, State.TRAINING): "launcher",
-    (State.WAITING, State.BROKEN): "launcher",
-    (State.TRAINING, State.BROKEN): "launcher|root|lease|drain",
-    (State.BROKEN, State.TRAINING): "launcher",
-    (State.WAITING, State.ENDED): "launcher",
-    (State.TRAINING, State.ENDED): "launcher|root",
-    (State.BROKEN, State.ENDED): "launcher|root",
-    (State.ENDED, State.BROKEN): "newcomer",
-    (State.ENDED, State.WAITING): "newcomer",
-    (State.ENDED, State.UNKNOWN): "launcher|newcomer",
-}
-"""From which state to which a run goes, and by whom: a launcher of the run, or one that is not in it yet (newcomer).
-
-`resilientctl forget` and an etcd without its data end any.
-"""
+from .rounds import Round
 
 _OF_ONE_LIFE = (keys.STORES(), keys.FAILURES(), keys.DONE(), keys.RECOVERED(), keys.INJECTION, keys.HISTORY)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transaction:
-    """What `Etcd.commit` takes, by key without the run's prefix."""
+class Transaction(NamedTuple):
+    """What `Etcd.commit` takes."""
 
     guards: Mapping[str, int]
-    puts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    puts: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     deletes: Sequence[str] = ()
-
-    def below(self, prefix: str) -> tuple[dict[str, int], dict[str, Mapping[str, Any]], list[str]]:
-        """Return its parts with full keys."""
-        return (
-            {prefix + key: revision for key, revision in self.guards.items()},
-            {prefix + key: value for key, value in self.puts.items()},
-            [prefix + key for key in self.deletes],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +102,7 @@ class Life:
         """Remove it once all have left it, unless it failed and something is committed, which the next one restores."""
         failed = self.job.closed is None or self.job.closed.failed
         guards = {**self.guard, keys.MEMBERS(): 0} | ({keys.WATERMARK: 0} if failed else {})
-        return Transaction(guards=guards, deletes=keys.lasting(""))
+        return Transaction(guards=guards, deletes=keys.lasting())
 
     def openings(self, terms: Requirements, *, abandoned: bool) -> tuple[Transaction, ...]:
         """Return what a new launcher may do before it can be in the run, best first; nothing if it goes on as it is.
@@ -186,7 +134,7 @@ class Life:
 
 def sweep() -> Transaction:
     """Remove what is left of a run whose job somebody has removed."""
-    return Transaction(guards={keys.JOB: 0, keys.MEMBERS(): 0}, deletes=keys.lasting(""))
+    return Transaction(guards={keys.JOB: 0, keys.MEMBERS(): 0}, deletes=keys.lasting())
 
 
 def begin(job: Agreement, persisted: Sequence[Sequence[int]], world_size: int | None) -> Transaction:

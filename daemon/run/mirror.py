@@ -44,7 +44,7 @@ class Mirror:
         self._told: dict[str, str] = {}
 
     def apply(self, changes: Mapping[str, Entry | None]) -> Self:
-        """Let keys, which have lost the run's prefix, hold these entries; None: there is no such key any more."""
+        """Let keys hold these entries; None: there is no such key any more."""
         for key, entry in changes.items():
             self.ignored.pop(key, None)
             self.revisions.pop(key, None)

@@ -59,7 +59,6 @@ class Persister:
         supervisor: Supervisor,
     ) -> None:
         self._run_id = run_id
-        self._prefix = keys.prefix(run_id)
         self._tier = tier
         self._view = view
         self._slots = slots
@@ -124,8 +123,8 @@ class Persister:
             request = PersistRequest(pair=pair, unix_s=time.time())
             with contextlib.suppress(EtcdUnavailable):
                 # Another host may have asked already; then its request shows up in the mirror.
-                guards = {self._prefix + keys.WATERMARK: revision}
-                await etcd.commit(guards, {self._prefix + keys.PERSIST: request.to_value()})
+                guards = {keys.WATERMARK: revision}
+                await etcd.commit(guards, {keys.PERSIST: request.to_value()})
             await self._take(request)
         await self._view.wait_for(lambda: self._answered == pair)
         await self._view.wait_for(lambda: self._is_settled(pair))
@@ -285,7 +284,7 @@ class Persister:
 
     async def _take_back(self, etcd: Etcd) -> None:
         """Take refused pairs out of what etcd has as published."""
-        key = self._prefix + keys.PERSISTED
+        key = keys.PERSISTED
         while True:
             await self._view.wait_for(lambda: bool(self._refused))
             refused = set(self._refused)
@@ -308,7 +307,7 @@ class Persister:
             answer = self._answer
             assert answer is not None
             try:
-                await etcd.put(self._prefix + keys.ANSWERS(self._view.host), answer.to_value())
+                await etcd.put(keys.ANSWERS(self._view.host), answer.to_value())
             except EtcdUnavailable:
                 await asyncio.sleep(_RETRY_S)
                 continue

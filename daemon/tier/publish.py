@@ -40,7 +40,6 @@ class Publisher:
     def __init__(self, *, run_id: str, policy: PersistPolicy, tier: Tier, view: JobView) -> None:
         self.error: str | None = None
         self._run_id = run_id
-        self._prefix = keys.prefix(run_id)
         self._policy = policy
         self._tier = tier
         self._view = view
@@ -86,9 +85,9 @@ class Publisher:
 
     async def _mirror(self, etcd: Etcd) -> None:
         mirror = Mirror(None, {keys.ANSWERS: (str, of(PersistAnswer))})
-        async with aclosing(etcd.changes(self._prefix + keys.PERSISTED)) as states:
+        async with aclosing(etcd.changes(keys.PERSISTED)) as states:
             async for changes in states:
-                self._seen = mirror.apply({key.removeprefix(self._prefix): entry for key, entry in changes.items()})
+                self._seen = mirror.apply(changes)
                 self._view.notify()
 
     @property
@@ -122,7 +121,7 @@ class Publisher:
             try:
                 await call(self._tier, self._tier.publish, persisted)
                 pairs = await self._clean(cleaned := pair) or await call(self._tier, self._tier.published)
-                key = self._prefix + keys.PERSISTED
+                key = keys.PERSISTED
                 if await etcd.commit({key: revision}, {key: {"pairs": [list(known) for known in pairs]}}):
                     log.info("published generation %d step %d in %s", *pair, self._tier.shown)
                 self.error = None

@@ -68,9 +68,8 @@ class Sight:
     refusing: set[str] = field(default_factory=set)
     ended: bool = False
 
-    def see(self, entries: Mapping[str, Entry], prefix: str) -> None:
-        """Take in the state of every key below `prefix`."""
-        known = {key.removeprefix(prefix): entry for key, entry in entries.items()}
+    def see(self, known: Mapping[str, Entry]) -> None:
+        """Take in the state of every key of the run."""
         self.ended = keys.JOB not in known or known[keys.JOB].value.get("closed") is not None
         try:
             if (found := known.get(keys.ROUND)) is not None:
@@ -136,7 +135,6 @@ class Injection:
     def __init__(self, config: EtcdConfig, run_id: str) -> None:
         self._config = config
         self._run_id = run_id
-        self._prefix = keys.prefix(run_id)
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self.sight = Sight()
@@ -148,7 +146,7 @@ class Injection:
             InjectionError: There is no such run.
             EtcdError: etcd cannot be reached or refuses.
         """
-        self._etcd = await Etcd.connect(self._config)
+        self._etcd = await Etcd.connect(self._config, prefix=keys.prefix(self._run_id))
         try:
             await self._revision()
             self._task = asyncio.create_task(self._follow())
@@ -174,8 +172,8 @@ class Injection:
         self.check([order.host])
         number = f"{time.time():.3f}-{secrets.token_hex(3)}"
         revision = await self._revision()
-        guards = {self._prefix + keys.JOB: revision}
-        if not await self._etcd.commit(guards, {self._prefix + keys.ORDERS(number): order.to_value()}):
+        guards = {keys.JOB: revision}
+        if not await self._etcd.commit(guards, {keys.ORDERS(number): order.to_value()}):
             raise InjectionError(f"run {self._run_id!r} ended or started over while a fault was ordered")
         return number
 
@@ -193,7 +191,7 @@ class Injection:
 
     async def take_back(self, number: str) -> None:
         """Delete an order; if it was not carried out yet, it never is."""
-        await self._etcd.delete(self._prefix + keys.ORDERS(number))
+        await self._etcd.delete(keys.ORDERS(number))
 
     async def wait_for(self, condition: Callable[[Sight], bool], *, timeout_s: float | None) -> bool:
         """Wait until `condition` holds, the run has ended, or for `timeout_s`; tell whether it holds."""
@@ -205,14 +203,14 @@ class Injection:
         return condition(self.sight)
 
     async def _revision(self) -> int:
-        entry = await self._etcd.get(self._prefix + keys.JOB)
+        entry = await self._etcd.get(keys.JOB)
         if entry is None:
             raise InjectionError(f"there is no run {self._run_id!r} at {self._config.where}; check --run-id")
         return entry.revision
 
     async def _follow(self) -> None:
-        async with aclosing(self._etcd.follow(self._prefix)) as states:
+        async with aclosing(self._etcd.follow()) as states:
             async for entries in states:
                 async with self._changed:
-                    self.sight.see(entries, self._prefix)
+                    self.sight.see(entries)
                     self._changed.notify_all()

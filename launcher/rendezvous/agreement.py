@@ -47,15 +47,13 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> Li
         RendezvousStateError: The run goes on with other terms, or nobody can tell where it begins.
         EtcdError: etcd cannot be reached or refuses.
     """
-    prefix = keys.prefix(run_id)
-    key = prefix + keys.JOB
     while True:
-        mirror = await look(etcd, prefix)
+        mirror = await look(etcd)
         if (damage := mirror.ignored.get(keys.JOB)) is not None:
-            raise RendezvousStateError(f"etcd key {key} is damaged ({damage}); delete it")
+            raise RendezvousStateError(f"etcd key {etcd.prefix}{keys.JOB} is damaged ({damage}); delete it")
         if (life := Life.of(mirror)) is None:
-            await etcd.commit(*sweep().below(prefix))
-            if not await _begin(etcd, run_id, prefix, terms) and await etcd.get(key) is None:
+            await etcd.commit(*sweep())
+            if not await _begin(etcd, run_id, terms) and await etcd.get(keys.JOB) is None:
                 return None
             continue
         if not life.revision:
@@ -64,14 +62,14 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> Li
                 "`resilientctl forget` it, or choose another --rdzv-id"
             )
         job, openings = life.job, life.openings(terms, abandoned=abandoned)
-        if any([await etcd.commit(*transaction.below(prefix)) for transaction in openings]):
+        if any([await etcd.commit(*transaction) for transaction in openings]):
             continue
         if job.closed is not None:
             return None
         ours = replace(job, **terms.required())
         if ours == job:
             return life
-        if Life.of(await look(etcd, prefix)) != life:
+        if Life.of(await look(etcd)) != life:
             continue
         theirs, own = _described(job), _described(ours)
         # The hash of arguments is made with the run key, so it says nothing where that differs.
@@ -87,13 +85,12 @@ async def agree(etcd: Etcd, run_id: str, terms: Terms, *, abandoned: bool) -> Li
         )
 
 
-async def look(etcd: Etcd, prefix: str) -> Mirror:
+async def look(etcd: Etcd) -> Mirror:
     """Return what etcd has of the life of a run, read at once."""
-    found = await etcd.list(prefix + keys.JOB)
-    return Mirror().apply({key.removeprefix(prefix): entry for key, entry in found.items()})
+    return Mirror().apply(await etcd.list(keys.JOB))
 
 
-async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> bool:
+async def _begin(etcd: Etcd, run_id: str, terms: Terms) -> bool:
     """Make the job of a run that etcd does not know, unless another launcher was first or is in it, and tell."""
     pairs, world_size = await asyncio.to_thread(terms.persisted)
     newest = Pair(*pairs[-1]) if pairs else Pair(0, 0)
@@ -103,7 +100,7 @@ async def _begin(etcd: Etcd, run_id: str, prefix: str, terms: Terms) -> bool:
         after_generation=newest.generation,
         **terms.required(),
     )
-    begun = await etcd.commit(*begin(job, pairs, world_size).below(prefix)) > 0
+    begun = await etcd.commit(*begin(job, pairs, world_size)) > 0
     if begun and pairs:
         what = "imported" if is_import(newest) else "persisted"
         log.warning("run %r begins with the %s step %d", run_id, what, newest.step)

@@ -42,7 +42,6 @@ from .rounds import View, broken, newcomers, rendezvous_mirror, unaware
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T", bound=int)
-_E = TypeVar("_E")
 
 _POLL_S = 0.1
 _RETRY_S = 0.5
@@ -71,10 +70,9 @@ class Membership:
 
     def __init__(self, etcd: Etcd, *, run_id: str, member: Member, on_change: Callable[[], None]) -> None:
         self._etcd = etcd
-        self._prefix = keys.prefix(run_id)
         self._run_id = run_id
         self._member = member
-        self._key = self._prefix + keys.MEMBERS(member.host)
+        self._key = keys.MEMBERS(member.host)
         self._on_change = on_change
         self._keys = rendezvous_mirror()
         self._view = View.of(self._keys)
@@ -102,7 +100,9 @@ class Membership:
         cls, config: EtcdConfig, *, run_id: str, member: Member, on_change: Callable[[], None]
     ) -> "Membership":
         """Connect to etcd and return once the mirror is there; the launcher is not a member yet."""
-        membership = cls(await Etcd.connect(config), run_id=run_id, member=member, on_change=on_change)
+        membership = cls(
+            await Etcd.connect(config, prefix=keys.prefix(run_id)), run_id=run_id, member=member, on_change=on_change
+        )
         loaded = asyncio.Event()
         membership._start(membership._mirror(loaded), membership._tasks)
         await loaded.wait()
@@ -137,7 +137,7 @@ class Membership:
             RendezvousClosedError: The run stays closed.
         """
         self._member = replace(self._member, host=host, addr=addr, nproc=nproc, role=role)
-        self._key = self._prefix + keys.MEMBERS(host)
+        self._key = keys.MEMBERS(host)
         self._lease_ttl_s = lease_ttl_s
         clock = asyncio.get_running_loop().time
         started_s = clock()
@@ -194,7 +194,7 @@ class Membership:
         Raises:
             RendezvousStateError: The watermark, or what stays beside it, is not of its form.
         """
-        key, older_key = self._prefix + keys.WATERMARK, self._prefix + keys.OLDER
+        key, older_key = keys.WATERMARK, keys.OLDER
         found = await self._etcd.list(key)
         watermark, older_entry = found.get(key), found.get(older_key)
         try:
@@ -202,7 +202,7 @@ class Membership:
             key = older_key
             older = () if older_entry is None else parse_pairs(older_entry.value)
         except DaemonError as error:
-            raise RendezvousStateError(f"etcd key {key} is damaged ({error}); delete it") from error
+            raise RendezvousStateError(f"etcd key {self._etcd.prefix}{key} is damaged ({error}); delete it") from error
         elastic = view.elastic_s is not None
         if restore is not None and not is_import(restore) and view.bound is None and view.round and not elastic:
             # Committed after `members` were chosen: they may be more or fewer ranks than can restore it.
@@ -264,14 +264,14 @@ class Membership:
                 finally:
                     await self._lease.revoke()
                 if self._ended is not None:
-                    await self._etcd.commit(*self._ended.clear().below(self._prefix))
+                    await self._etcd.commit(*self._ended.clear())
         finally:
             await self._etcd.close()
 
     async def _mirror(self, loaded: asyncio.Event) -> None:
-        async with aclosing(self._etcd.changes(self._prefix + keys.RENDEZVOUS)) as states:
+        async with aclosing(self._etcd.changes(keys.RENDEZVOUS)) as states:
             async for changes in states:
-                view = View.of(self._keys.apply(self._named(changes)))
+                view = View.of(self._keys.apply(changes))
                 if self._looking_again is not None:
                     self._looking_again.cancel()
                 self._see(view)
@@ -349,7 +349,7 @@ class Membership:
 
     async def _is_over(self) -> bool:
         """Ask etcd whether our life is over."""
-        self._note_end(Life.of(await look(self._etcd, self._prefix)))
+        self._note_end(Life.of(await look(self._etcd)))
         return self._over is not None
 
     def _note_loss(self, view: View) -> None:
@@ -387,8 +387,7 @@ class Membership:
             elif self._lease.lost.is_set():
                 self._lease = await self._etcd.lease(self._lease_ttl_s)
                 self._replaced_s = asyncio.get_running_loop().time()
-            guards, *_ = Transaction(guards=life.guard).below(self._prefix)
-            guards[self._key] = 0 if entry is None else entry.revision
+            guards = {**life.guard, self._key: 0 if entry is None else entry.revision}
             try:
                 return await self._etcd.commit(guards, {self._key: self._member.to_value()}, lease=self._lease) > 0
             except EtcdLeaseLost:
@@ -431,7 +430,7 @@ class Membership:
 
     async def _commit(self, made: Callable[[Life], Transaction]) -> bool:
         """Commit what `made` returns for our life, and tell whether its guards held."""
-        return self._life is not None and await self._etcd.commit(*made(self._life).below(self._prefix)) > 0
+        return self._life is not None and await self._etcd.commit(*made(self._life)) > 0
 
     async def _insist(self, write: Callable[[], Awaitable[object]]) -> None:
         async def written() -> None:
@@ -462,9 +461,6 @@ class Membership:
         """End our life unless it has ended, or is in a round without this launcher, and look how it ended."""
         await self._commit(lambda life: life.end(closed, self._seat_revision or None))
         await self._is_over()
-
-    def _named(self, entries: Mapping[str, _E]) -> dict[str, _E]:
-        return {key.removeprefix(self._prefix): entry for key, entry in entries.items()}
 
     def _start(self, coroutine: Any, tasks: "set[asyncio.Task[None]]") -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(coroutine)

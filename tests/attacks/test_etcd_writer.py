@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from cluster import wait_until
+from etcd_process import below
 from hosts import Hosts, Trainer, payload, restored_bytes
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
@@ -107,7 +108,7 @@ def test_a_new_life_begins_with_the_first_generation(hosts: Hosts) -> None:
     for name in "ab":
         hosts[name].drop_clients()
     hosts.etcd(lambda etcd: etcd.delete(f"{hosts.prefix}rdzv/job"))
-    assert hosts.etcd(lambda etcd: etcd.commit(*sweep().below(hosts.prefix)))
+    assert hosts.etcd(lambda etcd: below(etcd, hosts.prefix).commit(*sweep()))
     hosts.create_job("second")
     for name in "ab":
         hosts[name].open(run_key=KEY)

@@ -1,6 +1,6 @@
 """A laboratory network on one machine: hosts as Linux network namespaces around a bridge, with shaped links.
 
-As a library `NetLab` serves tests and benchmarks; `python -P -m resilient_run.launcher.netlab` is the same by hand.
+As a library `NetLab` serves tests and benchmarks; `python benchmarks/netlab.py` is the same by hand.
 """
 
 import functools
@@ -14,11 +14,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import click
-
-from resilient_run.daemon.base.process import started_ticks
-
-from .lab.host import BRIDGE, NETWORK, HostStatus, LabHost
-from .lab.state import (
+from lab_host import BRIDGE, NETWORK, HostStatus, LabHost
+from lab_state import (
     QUEUE_S,
     LabState,
     NetLabError,
@@ -30,6 +27,8 @@ from .lab.state import (
     run,
     unavailable,
 )
+
+from resilient_run.daemon.base.process import started_ticks
 
 
 class NetLab:

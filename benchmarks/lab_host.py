@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .state import LabState, NetLabError, namespace_exists, parse_rate, run
+from lab_state import LabState, NetLabError, namespace_exists, parse_rate, run
 
 BRIDGE = "bridge"
 """Device that joins the hosts' links, in a namespace of its own."""
