@@ -137,10 +137,12 @@ def _has_state(node: Node) -> bool:
 def _names(node: Node) -> list[list[str | None]]:
     """Return the parameters' names that the manifest has for each group of an object."""
     groups = plain(node)
-    lists = [each for each in groups if isinstance(each, list)] if isinstance(groups, list) else []
+    lists: list[list[str | None]] = (
+        [each for each in groups if isinstance(each, list)] if isinstance(groups, list) else []
+    )
     if lists != groups or not all(name is None or isinstance(name, str) for name in chain(*lists)):
         raise SlotError(f"manifest has {groups!r:.200} for the names of parameters, not a list of names for each group")
-    return groups
+    return lists
 
 
 def _check(

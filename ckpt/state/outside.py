@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
