@@ -67,6 +67,7 @@ JOB = ("launcher/facade/__init__.py", "launcher/facade/__main__.py")
 DAEMON = ("daemon/__main__.py",)
 MODELS = ("benchmarks/models",)
 LM, NVRX, DLROVER, TORCHFT = (f"{peer}/bin/python" for peer in ("lm", "nvrx", "dlrover", "torchft"))
+ELASTIC: Final = f"--peer dlrover={DLROVER} --peer torchft={TORCHFT} --peer nvidia_inprocess={NVRX}"
 
 BENCHMARKS: Final = (
     # Recovery.
@@ -92,21 +93,21 @@ BENCHMARKS: Final = (
         results=(
             Result(
                 name="fewer-hosts",
-                arguments=f"--hosts 2 --peer dlrover={DLROVER} --peer torchft={TORCHFT}",
+                arguments=f"--hosts 2 {ELASTIC}",
                 minutes=7,
-                needs=(DLROVER, TORCHFT),
+                needs=(DLROVER, TORCHFT, NVRX),
             ),
             Result(
                 name="fewer-hosts-4",
-                arguments=f"--hosts 4 --peer dlrover={DLROVER} --peer torchft={TORCHFT}",
+                arguments=f"--hosts 4 {ELASTIC}",
                 minutes=8,
-                needs=(DLROVER, TORCHFT),
+                needs=(DLROVER, TORCHFT, NVRX),
             ),
             Result(
                 name="fewer-hosts-256",
-                arguments=f"--state-mb 256 --peer dlrover={DLROVER} --peer torchft={TORCHFT}",
+                arguments=f"--state-mb 256 {ELASTIC}",
                 minutes=15,
-                needs=(DLROVER, TORCHFT),
+                needs=(DLROVER, TORCHFT, NVRX),
             ),
         ),
     ),
@@ -146,7 +147,10 @@ BENCHMARKS: Final = (
         script="benchmarks/elastic_chaos.py",
         root=True,
         also=(*JOB, "daemon/inject", "launcher/inject"),
-        results=(Result(name="elastic-chaos", arguments="--faults 500 --seconds 1260", minutes=23),),
+        results=(
+            Result(name="elastic-chaos", arguments="--faults 500 --seconds 1260", minutes=23),
+            Result(name="elastic-soak", arguments="--seconds 3600 --every-s 20 --seed 5", minutes=62),
+        ),
     ),
     Benchmark(
         script="benchmarks/framework_start.py",
