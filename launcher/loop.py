@@ -71,7 +71,8 @@ def loop(train: Callable[[], T]) -> T:
             except Exception as error:
                 if is_final(error) or not line.is_stopped(error):
                     raise
-                if not may_be_others(error):
+                if not isinstance(error, StoppedError):
+                    # Which of the errors is the cause, only a reader can tell.
                     log.warning(
                         "another worker failed, too, so train() is called again; here it raised:", exc_info=True
                     )
