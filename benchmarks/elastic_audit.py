@@ -28,6 +28,7 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open()
+        self._begun = ""
         self.hosts: dict[int, str] = {}
         self.generation = 0
         self.committed = (0, 0)
@@ -41,7 +42,10 @@ class Log:
     def read(self) -> None:
         """Take in what is new."""
         while text := self._file.readline():
-            line = json.loads(text)
+            self._begun += text
+            if not text.endswith("\n"):
+                return  # It was read while it was written.
+            line, self._begun = json.loads(self._begun), ""
             if "restored" in line:
                 self._restored(line)
             elif "ended" in line:
