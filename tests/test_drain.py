@@ -1,5 +1,6 @@
 """What `resilientctl drain` refuses before it interrupts anything; tests/test_elastic.py drains real runs."""
 
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,13 @@ from resilient_run.daemon.etcd.client import Etcd, EtcdConfig
 @pytest.mark.parametrize(
     ("host", "nnodes", "job", "waiting", "message"),
     [
-        ("c", (1, 3), {"elastic_s": 1.0}, "", "host c does not train in generation 1; check HOST"),
+        (
+            "c",
+            (1, 3),
+            {"elastic_s": 1.0},
+            "",
+            "host 'c' does not train in generation 1, which runs on a, b; check HOST",
+        ),
         ("b", (2, 3), {"elastic_s": 1.0}, "", "the run needs 2 hosts (--nnodes), and 1 would remain: start a standby"),
         (
             "b",
@@ -74,5 +81,35 @@ def test_a_host_that_the_run_needs_is_not_drained(
         assert (broken is None) == (message is not None)
         avoided = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}rdzv/quarantine/{host}"))
         assert (avoided is None) == (message is not None)
+    finally:
+        hosts.close()
+
+
+@pytest.mark.parametrize("left_s", [60.0, -1.0])
+def test_a_host_that_is_drained_may_be_drained_again(tmp_path: Any, etcd_config: EtcdConfig, left_s: float) -> None:
+    """Two commands at once, or one that is repeated after it was cut off, say the same of the host."""
+    hosts = Hosts(tmp_path, run_id=tmp_path.name, config=etcd_config)
+    options = ["--run-id", hosts.run_id, "--etcd-endpoint", etcd_config.endpoints[0], "--timeout", "20"]
+
+    async def write(etcd: Etcd) -> None:
+        since_unix_s = time.time() - 100.0
+        avoided = {"since_unix_s": since_unix_s, "until_unix_s": time.time() + left_s, "reason": "host b is drained"}
+        await etcd.put(f"{hosts.prefix}rdzv/quarantine/b", avoided)
+        await etcd.put(f"{hosts.prefix}state/watermark", {"generation": 2, "step": 7})
+        seats = [{"host": "a", "session": "s", "nproc": 1}]
+        await etcd.put(f"{hosts.prefix}rdzv/round", {"generation": 2, "members": seats, "restore": None})
+
+    try:
+        hosts.etcd(write)
+        done = CliRunner().invoke(resilientctl, ["drain", "b", *options])
+        if left_s > 0:
+            assert (done.exit_code, done.output) == (
+                0,
+                "host b is drained: generation 2 runs on a and has committed step 7\n",
+            )
+        else:
+            assert done.exit_code == 1
+            assert "host 'b' does not train in generation 2, which runs on a; check HOST" in done.output
+        assert hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}rdzv/failure/2")) is None
     finally:
         hosts.close()

@@ -93,8 +93,12 @@ async def _drain(config: EtcdConfig, run_id: str, host: str, avoided_s: float, t
                 if round_ is None:
                     raise DaemonError(f"etcd has no running run {run_id!r}; check --run-id")
                 if host not in round_:
-                    if not ordered:
-                        raise DaemonError(f"host {host} does not train in generation {round_.generation}; check HOST")
+                    # Another command may have drained it, or this one before it was cut off.
+                    if not ordered and not _is_avoided(mirror, host):
+                        raise DaemonError(
+                            f"host {host!r} does not train in generation {round_.generation}, which runs on "
+                            f"{', '.join(round_.hosts)}; check HOST"
+                        )
                     if watermark is not None and watermark[0] == round_.generation:
                         return (
                             f"host {host} is drained: generation {round_.generation} runs on "
@@ -140,13 +144,8 @@ def _check_goes_on(mirror: Mirror, round_: Round, host: str) -> None:
         DaemonError: They cannot.
     """
     job: Agreement | None = mirror.get(keys.JOB)
-    members, now_unix_s = mirror.folders[keys.MEMBERS], time.time()
-    quarantines = mirror.folders[keys.QUARANTINES]
-    usable = {
-        name: member
-        for name, member in members.items()
-        if name != host and (name not in quarantines or quarantines[name].left_s(now_unix_s) == 0)
-    }
+    members = mirror.folders[keys.MEMBERS]
+    usable = {name: member for name, member in members.items() if name != host and not _is_avoided(mirror, name)}
     if job is None:
         return
     if len(usable) < job.min_nodes:
@@ -159,3 +158,8 @@ def _check_goes_on(mirror: Mirror, round_: Round, host: str) -> None:
         raise DaemonError(
             f"the other hosts cannot make {', '.join(map(str, sizes))} ranks, which {allows}: start a standby"
         )
+
+
+def _is_avoided(mirror: Mirror, host: str) -> bool:
+    quarantines = mirror.folders[keys.QUARANTINES]
+    return host in quarantines and quarantines[host].left_s(time.time()) > 0

@@ -23,7 +23,7 @@ SHARE = 0.8
 _LEFT_BYTES = 1 << 30
 """What slots leave of /dev/shm at least: batches of data loaders and messages between ranks travel through it, too."""
 
-FEWER = "let a host hold fewer ranks (--nproc-per-node; of several hosts --rr-replicas)"
+FEWER = "let a host hold fewer ranks (--nproc-per-node; of several hosts --rr-replicas) or steps (replication.keep)"
 _RAISE = f"raise the limit (--rr-memory, resilientd --memory-limit), or {FEWER}"
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup{}/memory.max", "/sys/fs/cgroup/memory{}/memory.limit_in_bytes")
