@@ -76,7 +76,7 @@ BENCHMARKS: Final = (
         also=(*JOB, "benchmarks/peers"),
         results=(
             Result(name="recovery-time", minutes=5),
-            Result(name="recovery-time-4", arguments="--ranks 4", minutes=6),
+            Result(name="recovery-time-4", arguments="--ranks 4 --kills 3 --jobs 3 --kill-after 15", minutes=7),
             Result(name="recovery-time-291", arguments="--tensors 291 --state-mb 144 --kill-after 30", minutes=5),
             Result(name="recovery-time-4000", arguments="--tensors 4000 --kills 3 --kill-after 20", minutes=25),
             Result(
@@ -149,7 +149,7 @@ BENCHMARKS: Final = (
         also=(*JOB, "daemon/inject", "launcher/inject"),
         results=(
             Result(name="elastic-chaos", arguments="--faults 500 --seconds 1260", minutes=23),
-            Result(name="elastic-soak", arguments="--seconds 3600 --every-s 20 --seed 5", minutes=62),
+            Result(name="elastic-soak", arguments="--seconds 3600 --every-s 20 --seed 4", minutes=62),
         ),
     ),
     Benchmark(
