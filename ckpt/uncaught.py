@@ -138,7 +138,10 @@ def _handed_over(path: str) -> dict[str, Any] | None:
             data = json.load(file)
     except (OSError, ValueError):
         return None
-    return data if isinstance(data, dict) and {HELD_BACK, _FINAL} <= data.keys() else None
+    match data:
+        case {"message": {"message": str()}} if {HELD_BACK, _FINAL} <= data.keys():
+            return dict(data)
+    return None
 
 
 def held_back(failures: dict[int, Any]) -> str | None:

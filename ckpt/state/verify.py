@@ -176,9 +176,11 @@ def _pairs(saved: Node, now: Node, path: str) -> Iterator[tuple[Node, Node, str]
 
 
 def _below(path: str, key: str) -> str:
-    # A number of NumPy is another key than the number that it is equal to.
-    found = unflatten(json.loads(key), lambda index: f"leaf {index}")
-    return f"{path}.{found if isinstance(found, str) else repr(found)}"
+    found = json.loads(key)
+    if isinstance(found, list):
+        # A number of NumPy is another key than the number that it is equal to.
+        found = repr(unflatten(found, lambda index: f"leaf {index}"))
+    return f"{path}.{found}"
 
 
 def _first(spec: TensorSpec, stored: torch.Tensor, live: torch.Tensor) -> str:
