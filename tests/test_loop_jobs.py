@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import Cluster, Host, assert_same_training, has_ended, kill, recovered, wait_until
@@ -78,20 +79,25 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         each.cluster.close()
 
 
-def committed(run: Job, host: Host, step: int) -> None:
-    """Wait until this step is committed, or a later one: the last that the gate allows may have found no free slot."""
+def trained_until(run: Job, host: Host, condition: Callable[[], Any], what: str) -> None:
+    """Wait while training goes on, however little the gate allows: one that waits there does not come out of `loop`."""
     newest = 0.0, 0  # when a step was seen, and which
 
-    def is_committed() -> bool:
+    def is_so() -> bool:
         nonlocal newest
         trained = max((line["step"] for line in host.lines if "step" in line), default=0)
         if trained != newest[1]:
             newest = time.monotonic(), trained
-        elif trained == run.gate.step and time.monotonic() > newest[0] + 1:
+        elif trained == run.gate.step < STEPS and time.monotonic() > newest[0] + 1:
             run.gate.open(trained + 1)
-        return host.committed_step() >= step
+        return bool(condition())
 
-    wait_until(is_committed, timeout_s=60, what=f"a commit of step {step}", host=host)
+    wait_until(is_so, timeout_s=90, what=what, host=host)
+
+
+def committed(run: Job, host: Host, step: int) -> None:
+    """Wait until this step is committed, or a later one: the last that the gate allows may have found no free slot."""
+    trained_until(run, host, lambda: host.committed_step() >= step, f"a commit of step {step}")
 
 
 def returned(host: Host) -> list[int]:
@@ -288,13 +294,13 @@ def test_hosts_that_go_and_come_leave_the_others_their_processes(job: Callable[[
     pid = first.pids()[next(iter(first.pids()))]
     run.gate.open(16)
     second.lose()
-    run.gate.open(20)  # one that waits there does not come out
-    wait_until(lambda: worlds(first) == [2, 1], timeout_s=60, what="the survivor alone", host=first)
+    run.gate.open(20)
+    trained_until(run, first, lambda: worlds(first) == [2, 1], "the survivor alone")
     committed(run, first, 9)
     (third,) = run.launch("c", etcd_endpoint, "1:2", 1, *elastic)
     wait_until(lambda: "this host waits" in third.output, timeout_s=90, what="a third host", host=third)
     run.gate.open(30)
-    wait_until(lambda: worlds(first) == [2, 1, 2], timeout_s=90, what="two ranks again", host=first)
+    trained_until(run, first, lambda: worlds(first) == [2, 1, 2], "two ranks again")
     run.gate.open(STEPS)
     for host in (first, third):
         assert host.wait() == 0, host.output
