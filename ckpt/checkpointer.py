@@ -266,7 +266,7 @@ class Checkpointer:
             return
         self._pace.enter()
         self._accumulation.completed(n)
-        worked_s = None if self._work is None else self._work.read_s()
+        worked_s = [] if self._work is None else self._work.read_s()
         self._link.notify("progress", step=n, worked_s=worked_s, **({} if is_healthy else {"unhealthy": True}))
         self._pace.protection.stepped(n)
         if self._pace.captures:

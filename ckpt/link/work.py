@@ -19,8 +19,8 @@ class WorkMeter:
         self._thread = 0
         self._descriptor = -1
 
-    def read_s(self) -> float | None:
-        """Return the seconds of the calling thread so far, None where the kernel does not count them."""
+    def read_s(self) -> list[float]:
+        """Return the calling thread's seconds on a CPU, and with its waits; nothing where the kernel counts none."""
         try:
             if self._thread != threading.get_ident():
                 self.close()
@@ -28,8 +28,8 @@ class WorkMeter:
                 self._thread = threading.get_ident()
             on_cpu_ns, waited_ns = os.pread(self._descriptor, 128, 0).split()[:2]
         except (OSError, ValueError):
-            return None
-        return (int(on_cpu_ns) + int(waited_ns)) / 1e9
+            return []
+        return [int(on_cpu_ns) / 1e9, (int(on_cpu_ns) + int(waited_ns)) / 1e9]
 
     def close(self) -> None:
         """Let the file go."""
