@@ -345,13 +345,13 @@ def test_run_that_has_something_to_restore_keeps_its_size(
 def test_only_what_fits_no_other_number_of_ranks_binds_a_run() -> None:
     formed = Round(generation=4, seats=(seat("a"),), restore=None)
     nothing = view([*ready("a", 0), member("b", ready=5)], round=formed)
-    assert (nothing.bound, standby(nothing, 2, NOW_S)) == (None, None)
+    assert (nothing.bound, standby(nothing, "b", 2, NOW_S)) == (None, None)
     assert newcomers(nothing, 2, NOW_S) == ["b"]
     imported = replace(nothing, round=replace(formed, restore=(0, 9)))
     assert (imported.bound, newcomers(imported, 2, NOW_S)) == (None, ["b"])
     for bound in (replace(nothing, round=replace(formed, restore=RESTORES)), replace(nothing, committed=1)):
         assert (bound.bound, newcomers(bound, 2, NOW_S)) == (1, [])
-        waits = standby(bound, 2, NOW_S)
+        waits = standby(bound, "b", 2, NOW_S)
         assert waits is not None
         assert waits.notable
         assert waits.reason.startswith("no number of ranks but 1 can restore what is committed, so generation 4 does")
@@ -407,12 +407,15 @@ def test_elastic_run_grows_to_the_sizes_that_it_may_have() -> None:
     two = [*ready("ab", 0), member("c", ready=5)]
     grows = view(two, round=formed, committed=3, job=elastic())
     assert (grows.bound, grows.captured_by, newcomers(grows, 4, NOW_S)) == (None, 3, ["c"])
-    waits = standby(grows, 4, NOW_S)
+    waits = standby(grows, "c", 4, NOW_S)
     assert waits is not None
     assert waits.reason == "generation 4 grows once it has lasted for 30 s: this host waits"
     # Also before etcd has shown a host its own key.
-    assert standby(view(ready("ab", 0), round=formed, committed=3, job=elastic()), 4, NOW_S) == waits
-    full = standby(grows, 2, NOW_S)
+    assert standby(view(ready("ab", 0), round=formed, committed=3, job=elastic()), "c", 4, NOW_S) == waits
+    drained = standby(replace(grows, quarantines=quarantined("c")), "c", 4, NOW_S)
+    assert drained is not None
+    assert drained.reason == "generation 4 grows once this host's quarantine is over: this host waits"
+    full = standby(grows, "c", 2, NOW_S)
     assert full is not None
     assert full.reason == "generation 4 is full: this host waits as a standby"
     assert newcomers(replace(grows, job=elastic((2, 4))), 4, NOW_S) == []

@@ -31,15 +31,17 @@ class FormingDecision:
     notable: bool = False
 
 
-def standby(view: View, max_nodes: int, now_unix_s: float) -> FormingDecision | None:
-    """Return why a host outside of the current round, which is whole, can only stand by; None when it can join."""
+def standby(view: View, host: str, max_nodes: int, now_unix_s: float) -> FormingDecision | None:
+    """Return why `host`, outside of the current round, which is whole, can only stand by; None when it can join."""
     number = view.generation
     is_elastic = view.elastic_s is not None and view.captured_by is not None
     if not is_elastic and newcomers(view, max_nodes, now_unix_s):
         return None
     if is_elastic and view.round is not None and len(view.round.seats) < max_nodes:
         sizes = " if that makes one of --rr-sizes" if view.job is not None and view.job.sizes else ""
-        reason = f"generation {number} grows once it has lasted for {view.elastic_s:g} s{sizes}: this host waits"
+        avoided = view.quarantine_of(host, now_unix_s)
+        when = "this host's quarantine is over" if avoided else f"it has lasted for {view.elastic_s:g} s"
+        reason = f"generation {number} grows once {when}{sizes}: this host waits"
         return FormingDecision(members=None, reason=reason, notable=True)
     if view.round is None or view.bound is None or len(view.round.seats) >= max_nodes:
         reason = f"generation {number} is full: this host waits as a standby"

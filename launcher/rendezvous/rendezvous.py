@@ -312,7 +312,8 @@ class EtcdRendezvous(RendezvousHandler):
             self._offer(view.generation + 1, deadline)
             now_unix_s = time.time()
             self._warn_of_quarantine(view, now_unix_s)
-            waiting = standby(view, self._max_nodes, now_unix_s) if whole is not None and rank is None else None
+            is_outside = whole is not None and rank is None
+            waiting = standby(view, self.host, self._max_nodes, now_unix_s) if is_outside else None
             if whole is not None:
                 broken_s = time.monotonic()
             if waiting is not None:
