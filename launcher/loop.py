@@ -77,6 +77,7 @@ def loop(train: Callable[[], T]) -> T:
                         "another worker failed, too, so train() is called again; here it raised:", exc_info=True
                     )
             # The error is gone, and with it its frames and what `train` had made.
+            line.thaw()
             let_go()
             line.go_on()
             begin_again()
@@ -104,6 +105,7 @@ class _Line:
         self._heard = queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None]()
         self._lock = threading.Lock()
         self._is_inside = self._is_used = self._had_frozen = False
+        self._frozen = 0
         threading.Thread(target=self._listen, name="resilient-loop", daemon=True).start()
 
     @classmethod
@@ -123,6 +125,7 @@ class _Line:
         # What is there by now is not searched for garbage of `train`: with torch imported that takes 0.2 s.
         self._had_frozen = gc.get_freeze_count() > 0
         gc.freeze()
+        self._frozen = gc.get_freeze_count()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -131,6 +134,11 @@ class _Line:
         with self._lock:
             self._is_inside = False
         self._say(LEFT)
+
+    def thaw(self) -> None:
+        """Search all for garbage if `train` has frozen what it made, too: that would stay for ever."""
+        if gc.get_freeze_count() > self._frozen:
+            gc.unfreeze()
 
     def enter(self) -> None:
         """Say that the function runs."""

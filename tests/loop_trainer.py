@@ -9,11 +9,13 @@ step 10, once, and "leave" lets it end its process group before, as a `finally` 
 a worker of a DataLoader.
 """
 
+import gc
 import hashlib
 import os
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import torch
@@ -38,6 +40,7 @@ class Trainer:
     def __init__(self, gate: Path, steps: int, way: str) -> None:
         self.gate, self.steps, self.way = gate, steps, way
         self.model = self.made()
+        self.models: list[weakref.ref[nn.Module]] = []
 
     def made(self) -> nn.Module:
         """Return the model before the first step."""
@@ -58,12 +61,17 @@ class Trainer:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         model = fully_shard(self.made()) if self.way == "fsdp" else self.model
         called = DistributedDataParallel(model) if self.way == "ddp" else model
+        if self.way == "ddp":
+            vars(called)["cycle"] = [called]
+            gc.freeze()  # as programs do that fork later
         optimizer = torch.optim.AdamW(model.parameters())
         with Checkpointer(model=model, optimizer=optimizer) as checkpointer:
             if checkpointer.planned_step and rank == 1 and self.way == "restore" and self.once("restore"):
                 os.kill(os.getpid(), signal.SIGKILL)
             start = checkpointer.restore()
             kept = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+            kept += (len({id(each()) for each in self.models} - {id(None)}),)
+            self.models.append(weakref.ref(called))
             say(rank=rank, pid=os.getpid(), started_at=start, kept=kept, world=world_size, training=model.training)
             model.eval()  # as where an evaluation does not come to its end
             numbers = iter(DataLoader(range(1000), num_workers=int(self.way == "loader")))

@@ -56,8 +56,8 @@ def read_work(rows: Any) -> Mapping[int, RankWork]:
     for rank, *numbers in rows:
         if not all(type(number) in (int, float) and 0 <= number <= MAX_INTEGER for number in (rank, *numbers)):
             raise ValueError(f"the work {str([rank, *numbers])[:80]}")
-        step, *times, state_bytes = numbers
-        found[int(rank)] = RankWork(int(step), *times, int(state_bytes))
+        step, cpu_s, worked_s, at_s, state_bytes = numbers
+        found[int(rank)] = RankWork(int(step), cpu_s, worked_s, at_s, int(state_bytes))
     if len(found) > MAX_WORLD_SIZE:
         raise ValueError(f"the work of {len(found)} ranks")
     return found

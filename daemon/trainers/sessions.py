@@ -320,7 +320,8 @@ class Sessions:
             self._hang.progressed(trainer.rank, step)
             now_s, known = time.monotonic(), self._view.work.get(trainer.rank)
             if worked_s and is_due(known, step, now_s):
-                point = RankWork(step, *worked_s, now_s, trainer.state_bytes)
+                cpu_s, with_waits_s = worked_s
+                point = RankWork(step, cpu_s, with_waits_s, now_s, trainer.state_bytes)
                 self._view.work = {**self._view.work, trainer.rank: point}
         self._view.done = max(Pair(trainer.generation, step), self._view.done or Pair(0, 0))
         trainer.progress(step)
