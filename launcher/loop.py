@@ -105,7 +105,7 @@ class _Line:
         self._heard = queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None]()
         self._lock = threading.Lock()
         self._is_inside = self._is_used = self._had_frozen = False
-        self._frozen = 0
+        self._made_inside: list[None] = []
         threading.Thread(target=self._listen, name="resilient-loop", daemon=True).start()
 
     @classmethod
@@ -125,7 +125,6 @@ class _Line:
         # What is there by now is not searched for garbage of `train`: with torch imported that takes 0.2 s.
         self._had_frozen = gc.get_freeze_count() > 0
         gc.freeze()
-        self._frozen = gc.get_freeze_count()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -137,7 +136,7 @@ class _Line:
 
     def thaw(self) -> None:
         """Search all for garbage if `train` has frozen what it made, too: that would stay for ever."""
-        if gc.get_freeze_count() > self._frozen:
+        if not any(each is self._made_inside for each in gc.get_objects()):
             gc.unfreeze()
 
     def enter(self) -> None:
@@ -146,6 +145,7 @@ class _Line:
             self._heard.get()
         with self._lock:
             self._is_inside = True
+        self._made_inside = []
         self._say(INSIDE)
 
     def is_stopped(self, error: Exception) -> bool:
