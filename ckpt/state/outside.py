@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import SlotError, StateError, some
 from ..format.manifest import Node
@@ -22,7 +23,8 @@ _EVALUATING: Final = "evaluating"
 _COMMUNICATING: Final = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"})
 _LOCAL: Final = ("wait_tensor", "_wrap_tensor_autograd")
 _DCP: Final = "torch.distributed.checkpoint.state_dict"
-_begun: Final = WeakKeyDictionary[torch.nn.Module, tuple[bool, dict[str, bool]]]()
+_training: Final = WeakKeyDictionary[torch.nn.Module, bool]()
+_required: Final = WeakTensorKeyDictionary()
 
 
 def outside(
@@ -84,20 +86,22 @@ def other_modes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def remember_modes(modules: dict[str, torch.nn.Module]) -> None:
-    """Remember how modules are trained where a script restores them, for `set_modes`."""
-    for inner in chain.from_iterable(module.modules() for module in modules.values()):
-        required = {key: parameter.requires_grad for key, parameter in inner.named_parameters(recurse=False)}
-        _begun[inner] = inner.training, required
+    """Remember how modules are trained where a script restores them first, for `set_modes`."""
+    for module in modules.values():
+        for inner in module.modules():
+            _training.setdefault(inner, inner.training)
+        for parameter in module.parameters():
+            _required.setdefault(parameter, parameter.requires_grad)
 
 
 def set_modes() -> None:
-    """Let the modules that are still there be trained as they were when they were last remembered."""
-    for inner, (training, required) in _begun.items():
+    """Let the modules and parameters that are still there be trained as they were then, and forget it."""
+    for inner, training in _training.items():
         inner.training = training
-        for key, parameter in inner.named_parameters(recurse=False):
-            if parameter.requires_grad != (before := required.get(key, parameter.requires_grad)):
-                parameter.requires_grad_(before)
-    _begun.clear()
+    for parameter, required in _required.items():
+        parameter.requires_grad = required
+    _training.clear()
+    _required.clear()
 
 
 def ambiguous(modules: dict[str, torch.nn.Module]) -> str | None:
