@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
