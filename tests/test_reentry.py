@@ -42,7 +42,7 @@ def test_layers_that_were_unfrozen_are_frozen_again() -> None:
 
 
 @pytest.mark.usefixtures("daemon")
-def test_parameters_that_took_the_place_of_others_stay_as_they_are() -> None:
+def test_quantized_parameters_stay_as_they_are() -> None:
     model, optimizer = made()
     with Checkpointer(model=model, optimizer=optimizer) as ckpt:
         ckpt.restore()

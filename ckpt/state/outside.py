@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import SlotError, StateError, some
 from ..format.manifest import Node
@@ -22,8 +22,7 @@ _EVALUATING: Final = "evaluating"
 _COMMUNICATING: Final = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"})
 _LOCAL: Final = ("wait_tensor", "_wrap_tensor_autograd")
 _DCP: Final = "torch.distributed.checkpoint.state_dict"
-_training: Final = WeakKeyDictionary[torch.nn.Module, bool]()
-_required: Final = WeakTensorKeyDictionary()
+_begun: Final = WeakKeyDictionary[torch.nn.Module, tuple[bool, dict[str, tuple[torch.dtype, bool]]]]()
 
 
 def outside(
@@ -86,21 +85,20 @@ def other_modes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 def remember_modes(modules: dict[str, torch.nn.Module]) -> None:
     """Remember how modules are trained where a script restores them first, for `set_modes`."""
-    for module in modules.values():
-        for inner in module.modules():
-            _training.setdefault(inner, inner.training)
-        for parameter in module.parameters():
-            _required.setdefault(parameter, parameter.requires_grad)
+    for inner in chain.from_iterable(module.modules() for module in modules.values()):
+        required = {key: (each.dtype, each.requires_grad) for key, each in inner.named_parameters(recurse=False)}
+        _begun.setdefault(inner, (inner.training, required))
 
 
 def set_modes() -> None:
-    """Let the modules and parameters that are still there be trained as they were then, and forget it."""
-    for inner, training in _training.items():
+    """Let the modules that are still there be trained as they were then, and forget it."""
+    for inner, (training, required) in _begun.items():
         inner.training = training
-    for parameter, required in _required.items():
-        parameter.requires_grad = required
-    _training.clear()
-    _required.clear()
+        for key, parameter in inner.named_parameters(recurse=False):
+            before = required.get(key)
+            if before is not None and before[0] == parameter.dtype:  # else it has been quantized
+                parameter.requires_grad = before[1]
+    _begun.clear()
 
 
 def ambiguous(modules: dict[str, torch.nn.Module]) -> str | None:
