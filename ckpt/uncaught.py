@@ -116,6 +116,16 @@ def _hand_over(error: BaseException, *, hold: bool) -> bool:
     return hold
 
 
+def drop_torn(path: str) -> None:
+    """Remove an error file that torch cannot read, as of a worker that was killed meanwhile: the launcher would end."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    try:
+        ProcessFailure(0, 0, 1, path)
+    except Exception:  # noqa: BLE001 - whatever is in it; torch has logged that
+        os.unlink(path)
+
+
 def told(path: str) -> tuple[str, bool]:
     """Return the first line of the refusal that ended the worker whose error file is at `path`, "" without one.
 
@@ -136,7 +146,7 @@ def _handed_over(path: str) -> dict[str, Any] | None:
     try:
         with open(path) as file:
             data = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     match data:
         case {"message": {"message": str()}} if {HELD_BACK, _FINAL} <= data.keys():

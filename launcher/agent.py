@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from resilient_run.ckpt.errors import CheckpointError, DaemonError
 from resilient_run.ckpt.format.pair import is_import
-from resilient_run.ckpt.uncaught import told
+from resilient_run.ckpt.uncaught import drop_torn, told
 from resilient_run.daemon.base.spec import JobSpec
 from resilient_run.daemon.run.records import Failure
 from resilient_run.daemon.trust.secret import host_key, key_proof
@@ -395,6 +395,8 @@ class ResilientAgent(LocalElasticAgent):
         if exited := [(exitcode, local_rank) for exitcode, local_rank in exits if exitcode]:
             # One that a signal killed comes first: the others may have failed because of it.
             exitcode, local_rank = min(exited)
+            for _, each in exited:
+                drop_torn(self._pcontext.error_files[each])
             error_file = self._pcontext.error_files[local_rank]
             self._told, self._is_final = told(error_file)
             self._announce(worker_group, local_rank, exitcode, _died(exitcode, error_file))

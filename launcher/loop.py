@@ -52,7 +52,7 @@ def loop(train: Callable[[], T]) -> T:
     `Checkpointer`, iterators over data; and read `RANK` and the like. Whatever it changes outside itself must be
     registered with the `Checkpointer`, or be set again when it begins. When it is called again, its process groups are
     gone, and the environment is that of the new generation. Registered modules have no gradients, and are in the modes
-    (`training`, `requires_grad`) in which they were restored last. Outside `train` no worker may wait for another one,
+    (`training`, `requires_grad`) that they had at `restore()`. Outside `train` no worker may wait for another one,
     because those that go on do not come there again.
 
     The process goes on if `train` raises within ``--rr-stop-timeout`` of the failure, and there is a step to restore.

@@ -82,6 +82,21 @@ def test_exceptions_of_the_script_are_shown_by_each_rank(cluster: Cluster, tmp_p
     assert "in fails" in host.output
 
 
+def test_a_worker_killed_while_it_writes_its_error_is_restarted(cluster: Cluster, tmp_path: Path) -> None:
+    script = (
+        "path = os.environ['TORCHELASTIC_ERROR_FILE']\n"
+        "if rank == 0 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    with open(path, 'w') as file:\n"
+        "        file.write('{\"message')\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "dist.barrier()\n"
+        "print(f'rank {rank} came to its end', flush=True)\n"
+    )
+    host = launch(cluster, tmp_path, script, "--max-restarts=1")
+    assert host.wait() == 0, host.output
+    assert all(f"rank {rank} came to its end" in host.output for rank in (0, 1))
+
+
 def test_a_failure_takes_no_more_lines_than_with_torchrun(cluster: Cluster, tmp_path: Path) -> None:
     """The frames of launcher and torch say nothing of it."""
     script = "if rank: fails()\ntime.sleep(600)\n"

@@ -22,7 +22,7 @@ _EVALUATING: Final = "evaluating"
 _COMMUNICATING: Final = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"})
 _LOCAL: Final = ("wait_tensor", "_wrap_tensor_autograd")
 _DCP: Final = "torch.distributed.checkpoint.state_dict"
-_begun: Final = WeakKeyDictionary[torch.nn.Module, tuple[bool, dict[str, bool]]]()
+_begun: Final = WeakKeyDictionary[torch.nn.Module, tuple[bool, dict[str, tuple[torch.dtype, bool]]]]()
 
 
 def outside(
@@ -84,19 +84,20 @@ def other_modes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def remember_modes(modules: dict[str, torch.nn.Module]) -> None:
-    """Remember how modules are trained where a script restores them, for `set_modes`."""
+    """Remember how modules are trained where a script restores them first, for `set_modes`."""
     for inner in chain.from_iterable(module.modules() for module in modules.values()):
-        required = {key: parameter.requires_grad for key, parameter in inner.named_parameters(recurse=False)}
-        _begun[inner] = inner.training, required
+        required = {key: (each.dtype, each.requires_grad) for key, each in inner.named_parameters(recurse=False)}
+        _begun.setdefault(inner, (inner.training, required))
 
 
 def set_modes() -> None:
-    """Let the modules that are still there be trained as they were when they were last remembered."""
+    """Let the modules that are still there be trained as they were then, and forget it."""
     for inner, (training, required) in _begun.items():
         inner.training = training
         for key, parameter in inner.named_parameters(recurse=False):
-            if parameter.requires_grad != (before := required.get(key, parameter.requires_grad)):
-                parameter.requires_grad_(before)
+            before = required.get(key)
+            if before is not None and before[0] == parameter.dtype:  # else it has been quantized
+                parameter.requires_grad = before[1]
     _begun.clear()
 
 

@@ -116,7 +116,7 @@ class TrainingState:
         self.find_trained()
         self._check_modules()
         if self._begun is not None:
-            self.begin()
+            self._look()
 
     def outgrown(self) -> str | None:
         """Return what to tell of a registered list, tuple or dict that has other objects now, None if none has."""
@@ -129,14 +129,17 @@ class TrainingState:
         return None
 
     def begin(self) -> None:
-        """Remember how the state looks where a restarted script restores it."""
-        for module in self.modules.values():
-            begin_fsdp1(module)
+        """Let the state be as that of a new process, and remember how it looks where a restarted script restores it."""
         if reentered.is_set():
             for item in self.objects.values():
                 if isinstance(item, torch.nn.Module | torch.optim.Optimizer):
                     item.zero_grad()
         remember_modes(self.modules)
+        self._look()
+
+    def _look(self) -> None:
+        for module in self.modules.values():
+            begin_fsdp1(module)
         states = {name: whole_state(item) for name, item in self.modules.items()}
         self._begun = layout(states, self.modules, self._registered())
 
