@@ -1,5 +1,6 @@
 """What a rank makes of the slots of another number of ranks: bit for bit what their export has, or a refusal."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -341,6 +342,35 @@ def test_parameters_are_found_by_name(made: Callable[..., Holders]) -> None:
         assert len(held["optimizer"].state) == 3
         for parameter, state in held["optimizer"].state.items():
             torch.testing.assert_close(state["exp_avg"], torch.full_like(parameter, 0.1 * (numbers[id(parameter)] + 1)))
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_objects_that_groups_share_and_their_classes_are_kept(made: Callable[..., Holders], is_moved: bool) -> None:
+    """Also those of states, unless parameters come in another order."""
+
+    def register(rank: int, ranks: int, *, is_moved: bool = False) -> dict[str, Any]:
+        torch.manual_seed(3)
+        model, options = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)), [1, ranks]
+        groups = [{"params": [*layer.parameters()][:: -1 if is_moved else 1], "options": options} for layer in model]
+        groups[0]["by_name"] = OrderedDict(a=ranks)
+        return {"model": model, "optimizer": torch.optim.SGD(groups, lr=0.1)}
+
+    def trained(rank: int, ranks: int) -> dict[str, Any]:
+        held, seen = register(rank, ranks), {"step": 3}
+        for parameter in held["model"].parameters():
+            held["optimizer"].state[parameter] = {"seen": seen}
+        return held
+
+    holders = made(trained, 2)
+    held = register(0, 1, is_moved=is_moved)
+    holders.load(TrainingState(held, rng=False), 0, 1, 2)
+    first, second = held["optimizer"].param_groups
+    assert first["options"] == [1, 2]
+    assert first["options"] is second["options"]
+    assert (type(first["by_name"]), first["by_name"]) == (OrderedDict, {"a": 2})
+    seen = [state["seen"] for state in held["optimizer"].state.values()]
+    assert seen == [{"step": 3}] * 4
+    assert is_moved or {id(each) for each in seen} == {id(seen[0])}
 
 
 def corrupt(slot: Slot, at: int) -> None:

@@ -78,7 +78,7 @@ class _Reshaping(Assembly):
         self._order = entries(current.node)["order"]
         self._parameters = keyed_parameters(state.modules)
         self._others: list[str] = []  # of which the lowest rank's is taken
-        self._rebuilt: set[str] = set()
+        self._rebuilt: set[tuple[str, *tuple[int, ...]]] = set()  # objects, and places in them
         self._engines: tuple[str, ...] = ()  # how the paths of what they have begin
         self._elder: int | None = None  # whose random states this rank takes, if an engine tells it
         self._twins: set[int] = set()  # who had the same part of each parameter
@@ -145,7 +145,7 @@ class _Reshaping(Assembly):
     def _module(self, name: str, nodes: dict[int, Node]) -> Node:
         """Buffers may differ, as those of BatchNorm do; ranks may have different parts of the model."""
         if len({frozenset(entries(node)) for node in nodes.values()}) > 1:
-            self._rebuilt.add(name)
+            self._rebuilt.add((name,))
         rule = Rule(
             shards=self._shards,
             flats=self._flats_now,
@@ -160,7 +160,6 @@ class _Reshaping(Assembly):
 
     def _optimizer(self, name: str, nodes: dict[int, Node]) -> Node:
         """Each parameter's state is where its name is, in the ranks that have it and in this one."""
-        self._rebuilt.add(name)
         states = {rank: items_of(node) for rank, node in nodes.items()}
         orders = {
             rank: plain(entries(parts["order"]).get(name, ["l"])) if "order" in parts else []
@@ -201,8 +200,13 @@ class _Reshaping(Assembly):
             path, of_ranks = f"{name}.{key}", {rank: state[key] for rank, state in states.items() if key in state}
             if key == "state":
                 others = {rank: without(node, lambda key: type(key) is int) for rank, node in of_ranks.items()}
-                rest = self._walk(path, others, Rule())
-                made[key] = ["d", [*kept, *rest[1]], [*kept.values(), *rest[2]]]
+                rest, were = self._walk(path, others, Rule()), [*_by_number(of_ranks[self._first])]
+                # In the order that it had: places in the tree are counted.
+                numbers = sorted(kept, key=[*were, *kept].index)
+                own = [before[self._first].get(now_, (None, None))[1] for now_ in now]
+                if rest[1] or [own[number] for number in numbers] != were:
+                    self._rebuilt.add((name, len(made)))
+                made[key] = ["d", [*numbers, *rest[1]], [*(kept[number] for number in numbers), *rest[2]]]
             elif key == "param_groups":
                 sizes = [len(group) for group in parameters]
                 numbers = [range(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(len(sizes))]
@@ -216,7 +220,7 @@ class _Reshaping(Assembly):
 
         Of a model that is divided, a rank goes on with what those had that were in its place.
         """
-        self._rebuilt.add(name)
+        self._rebuilt.add((name,))
         self._engines += (f"{name}: ",)
         now = entries(self._objects_now[name])
         of_ranks = {rank: entries(node) for rank, node in nodes.items()}
@@ -312,7 +316,7 @@ class _Reshaping(Assembly):
         return ["d", list(made), list(made.values())]
 
     def _resharded(self, name: str, item: Any, nodes: dict[int, Node]) -> Node:
-        self._rebuilt.add(name)
+        self._rebuilt.add((name,))
         try:
             states = {rank: self._value(rank, node) for rank, node in sorted(nodes.items())}
             return self._given(name, item.reshard(states, self._rank, self._world_size))
@@ -371,8 +375,10 @@ class _Reshaping(Assembly):
     def _places(self, name: str, parts: Sequence[str]) -> Any:
         """Return the places in the tree that the first rank's manifest has, without those in objects made anew."""
         objects = list(entries(self._saved[self._first]["objects"]))
-        rebuilt: set[tuple[int, ...]] = {(parts.index("rng"),)}
-        rebuilt |= {(parts.index("objects"), objects.index(each)) for each in self._rebuilt if each in objects}
+        places = [
+            (parts.index("objects"), objects.index(each), *below) for each, *below in self._rebuilt if each in objects
+        ]
+        rebuilt = {(parts.index("rng"),), *places}
         found = plain(self._saved[self._first][name])
         if name == "shared":
             return [places for places in found if not any(_is_below(place_, rebuilt) for place_ in places)]
