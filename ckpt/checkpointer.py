@@ -29,7 +29,6 @@ from .format.wire import Message
 from .link.env import TrainerEnv
 from .link.link import Link
 from .link.pulse import Pulse
-from .link.work import WorkMeter
 from .state.held import Accumulation, Unregistered
 from .state.state import TrainingState, due_rng
 from .transport.edge import EdgeConfig
@@ -98,7 +97,7 @@ class Checkpointer:
         self._exchange: Exchange | None = None
         self._pace: TrainerPace | None = None
         self._pulse: Pulse | None = None
-        self._work: WorkMeter | None = None
+        self._is_on_cpu = False
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._injected = Injected()
         if self._env is None:
@@ -266,7 +265,8 @@ class Checkpointer:
             return
         self._pace.enter()
         self._accumulation.completed(n)
-        worked_s = [] if self._work is None else self._work.read_s()
+        # What a slow CPU makes longer, but neither the wait for other ranks nor what else runs on the host does.
+        worked_s = time.thread_time() if self._is_on_cpu else None
         self._link.notify("progress", step=n, worked_s=worked_s, **({} if is_healthy else {"unhealthy": True}))
         self._pace.protection.stepped(n)
         if self._pace.captures:
@@ -369,7 +369,7 @@ class Checkpointer:
             del _open[self._pid]
             if self._step:
                 _begun.add(self._env)
-        for each in (self._pulse, self._work, self._pace, self._exchange, self._capturer):
+        for each in (self._pulse, self._pace, self._exchange, self._capturer):
             if each is not None:
                 each.close()
         atexit.unregister(self.close)
@@ -429,7 +429,7 @@ class Checkpointer:
         self._plan, self._made_by = read_pair(answer.get("restore")), answer.get("made_by") or 0
         self._reshapes, self._unhealthy = answer.get("reshapes", False), frozenset(answer.get("unhealthy", ()))
         self._link = link
-        self._work = WorkMeter() if self._state.device() is None else None  # the CPU's time says nothing of a GPU's
+        self._is_on_cpu = self._state.device() is None
         self._pulse = Pulse(link)
         self._pulse.start()
         self._capturer = capturer

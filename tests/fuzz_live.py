@@ -261,7 +261,7 @@ def speakers(hosts: Hosts, other: Host) -> list[Speaker | Tamperer]:
         {"op": "restored", "step": 1, "seconds": 0.1},
         {"op": "complete", "path": "rank0.0.slot", **pair},
         {"op": "missed", "next": 1, "step": 2, "late": True},
-        {"op": "progress", "step": 3, "worked_s": [1.5, 1.75], "unhealthy": True},
+        {"op": "progress", "step": 3, "worked_s": 1.5, "unhealthy": True},
         {"op": "protection", "step": 3, "steps_at_risk": 2, "reason": "slow"},
         {"op": "pause", "limit_s": 5.0},
         {"op": "resume"},

@@ -182,7 +182,7 @@ def test_the_root_hears_what_all_ranks_have_computed_and_keeps_it_between_steps(
     async def scenario(process: Process) -> None:
         top = process.hosts["host0"]
         for step in (4, 8):
-            noted = {rank: RankWork(step, 0.5 * rank, 0.75 * rank, 9.0, 1) for rank in range(len(process.hosts))}
+            noted = {rank: RankWork(step, 0.5 * rank, 9.0, 1) for rank in range(len(process.hosts))}
             for rank, host in enumerate(process.hosts.values()):
                 host.view.work = {rank: noted[rank]}
             while top.tree.work() != noted:
@@ -206,7 +206,7 @@ def test_what_ranks_have_computed_is_known_of_hosts_that_reported_to_the_root_fo
         top, inner, leaf = (process.hosts[name] for name in ("host0", "host1", "host17"))
 
         async def hears(step: int, via: SimulatedHost) -> None:
-            leaf.view.work = {17: RankWork(step, 0.5, 0.75, 9.0, 1)}
+            leaf.view.work = {17: RankWork(step, 0.5, 9.0, 1)}
             while top.tree.work().get(17) != leaf.view.work[17] or "host17" not in via.tree._links:
                 await asyncio.sleep(0.05)
 

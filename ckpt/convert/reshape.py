@@ -195,7 +195,7 @@ class _Reshaping(Assembly):
             if found and (flat is None or prod(self._flats_now[flat].shape)):
                 rule = Rule(like=tensors[key], flats=self._flats_now, flat=flat)
                 kept[number] = self._walk(f"{name}.state.{key[0] if key[0] is not None else number}", found, rule)
-        made = {}
+        made: dict[Any, Node] = {}
         for key in states[self._first]:
             path, of_ranks = f"{name}.{key}", {rank: state[key] for rank, state in states.items() if key in state}
             if key == "state":
@@ -209,8 +209,8 @@ class _Reshaping(Assembly):
                 made[key] = ["d", [*numbers, *rest[1]], [*(kept[number] for number in numbers), *rest[2]]]
             elif key == "param_groups":
                 sizes = [len(group) for group in parameters]
-                numbers = [range(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(len(sizes))]
-                made[key] = self._groups(path, of_ranks, numbers, Rule())
+                ranges = [range(sum(sizes[:at]), sum(sizes[: at + 1])) for at in range(len(sizes))]
+                made[key] = self._groups(path, of_ranks, ranges, Rule())
             else:
                 made[key] = self._walk(path, of_ranks, Rule())
         return ["d", list(made), list(made.values())]

@@ -1,8 +1,9 @@
 """Stragglers: ranks that compute for longer than others do for the same work, again and again.
 
 In a synchronous run every step takes all ranks equally long, as the fast ones wait for the slow one in their
-collectives. So what each has computed is compared (`ckpt/link/work.py`), and only with ranks that capture about as
-much: a stage of a pipeline has other work than the next one, and is compared with its own replicas only.
+collectives. So the CPU time of each training thread is compared, and only with those of ranks that capture about as
+much: a stage of a pipeline has other work than the next one, and is compared with its own replicas only. Waits for a
+CPU do not count: on a crowded host they are longer, and vary by more, than what a slow CPU takes.
 """
 
 import statistics
@@ -114,12 +115,8 @@ class Stragglers:
         if base is None or any(base not in known for known in points):
             return
         steps, lasted_s = newest - base, points[0][newest].at_s - points[0][base].at_s
-        cpu_s = [(known[newest].cpu_s - known[base].cpu_s) / steps for known in points]
-        worked_s = [(known[newest].worked_s - known[base].worked_s) / steps for known in points]
-        # Waits for a CPU that all ranks of a crowded host have hide a slow one; those of one rank alone make it slow.
-        measures = (slowness(own_s, lasted_s / steps) for own_s in (cpu_s, worked_s))
-        for rank, *found in zip(ranks, *measures, strict=True):
-            factor, seconds, others_s = max(found)
+        own_s = [(known[newest].worked_s - known[base].worked_s) / steps for known in points]
+        for rank, seconds, (factor, others_s) in zip(ranks, own_s, slowness(own_s, lasted_s / steps), strict=True):
             windows = self._windows.setdefault(rank, deque(maxlen=_WINDOWS))
             windows.append(_Window(factor, seconds, others_s, base, lasted_s))
             *usual, worst = sorted(window.factor for window in windows)
@@ -136,8 +133,8 @@ class Stragglers:
                 self._slow[rank] = _Slow(windows[0].step, sum(window.lasted_s for window in windows))
 
 
-def slowness(own_s: Sequence[float], step_s: float) -> list[tuple[float, float, float]]:
-    """Return for each rank how many times as long as its peers it computes, how long, and how long these do.
+def slowness(own_s: Sequence[float], step_s: float) -> list[tuple[float, float]]:
+    """Return for each rank how many times as long as its peers it computes, and how long these do.
 
     Args:
         own_s: What ranks with the same work compute in a step, seconds.
@@ -158,7 +155,7 @@ def slowness(own_s: Sequence[float], step_s: float) -> list[tuple[float, float, 
             spread_s = _median_without(away_s, bisect_left(away_s, abs(seconds - others_s)))
             if others_s > 0 and seconds - others_s > max(_SHARE * step_s, _SPREADS * spread_s):
                 factor = seconds / others_s
-        found.append((factor, seconds, others_s if is_above else middle_s))
+        found.append((factor, others_s if is_above else middle_s))
     return found
 
 

@@ -18,14 +18,12 @@ class RankWork(NamedTuple):
 
     Attributes:
         step: That step.
-        cpu_s: Seconds that its training thread has been on a CPU since it began.
-        worked_s: These, and those in which it waited for one.
+        worked_s: Seconds that its training thread has been on a CPU since it began.
         at_s: When that was, by the monotonic clock of its host.
         state_bytes: What it captures: ranks that do the same work have about as much.
     """
 
     step: int
-    cpu_s: float
     worked_s: float
     at_s: float
     state_bytes: int
@@ -56,8 +54,8 @@ def read_work(rows: Any) -> Mapping[int, RankWork]:
     for rank, *numbers in rows:
         if not all(type(number) in (int, float) and 0 <= number <= MAX_INTEGER for number in (rank, *numbers)):
             raise ValueError(f"the work {str([rank, *numbers])[:80]}")
-        step, cpu_s, worked_s, at_s, state_bytes = numbers
-        found[int(rank)] = RankWork(int(step), cpu_s, worked_s, at_s, int(state_bytes))
+        step, worked_s, at_s, state_bytes = numbers
+        found[int(rank)] = RankWork(int(step), worked_s, at_s, int(state_bytes))
     if len(found) > MAX_WORLD_SIZE:
         raise ValueError(f"the work of {len(found)} ranks")
     return found

@@ -238,7 +238,7 @@ class Sessions:
                 self._protection(trainer, **told, reason=fields.optional_text("reason"))
             case "progress":
                 unhealthy = "unhealthy" in fields.values and fields.flag("unhealthy")
-                worked_s = fields.numbers("worked_s", 2) if "worked_s" in fields.values else []
+                worked_s = fields.optional_number("worked_s")
                 self._progress(trainer, fields.integer("step"), worked_s, unhealthy=unhealthy)
             case "refused":
                 # It fails in a way that no restart cures.
@@ -310,7 +310,7 @@ class Sessions:
         if self._trainers.get(rank) is trainer:
             count()
 
-    def _progress(self, trainer: Trainer, step: int, worked_s: list[float], *, unhealthy: bool) -> None:
+    def _progress(self, trainer: Trainer, step: int, worked_s: float | None, *, unhealthy: bool) -> None:
         if unhealthy and step > trainer.step:
             self._note_unhealthy(Pair(trainer.generation, step), Unhealthy(trainer.step, trainer.rank))
         self.last_steps[trainer.rank] = step
@@ -319,9 +319,8 @@ class Sessions:
         if self._trainers.get(trainer.rank) is trainer:
             self._hang.progressed(trainer.rank, step)
             now_s, known = time.monotonic(), self._view.work.get(trainer.rank)
-            if worked_s and is_due(known, step, now_s):
-                cpu_s, with_waits_s = worked_s
-                point = RankWork(step, cpu_s, with_waits_s, now_s, trainer.state_bytes)
+            if worked_s is not None and is_due(known, step, now_s):
+                point = RankWork(step, worked_s, now_s, trainer.state_bytes)
                 self._view.work = {**self._view.work, trainer.rank: point}
         self._view.done = max(Pair(trainer.generation, step), self._view.done or Pair(0, 0))
         trainer.progress(step)
