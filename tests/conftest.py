@@ -1,6 +1,9 @@
 """Fixtures that several test files share: a real etcd, a daemon of one rank, laboratory networks, a process group."""
 
 import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # As in launchers' workers: threads of several processes would wait for each other.
+
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
