@@ -2,7 +2,8 @@
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # As in launchers' workers: threads of several processes would wait for each other.
+# Before torch is imported. What differs here from the interpreters of `launchers.py` is not forked from them.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
