@@ -21,7 +21,11 @@ from resilient_run.ckpt.format import wire
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
 TINY = ("--layers", "2", "--width", "128", "--context", "128", "--batch", "4")
 _LONGEST_PAUSE_S = 0.1
-ENDLESS = (str(Path(__file__).with_name("endless_trainer.py")), "--steps", "100000", "--seed", "7", "--json", *TINY)
+_PAUSES = str(EXAMPLE.parent.parent / "benchmarks" / "slow_steps.py")
+LIGHT = (str(EXAMPLE), "--seed", "7", "--json", "--layers", "2", "--width", "128", "--context", "16", "--batch", "1")
+PACED = (_PAUSES, "0.04", *LIGHT)
+"""A run whose steps leave a test time to act between them, and the processors to others: the state of `TINY`."""
+ENDLESS = (_PAUSES, "0.1", *LIGHT, "--steps", "100000")
 
 
 def wait_until(

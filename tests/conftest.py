@@ -1,6 +1,10 @@
 """Fixtures that several test files share: a real etcd, a daemon of one rank, laboratory networks, a process group."""
 
 import os
+
+# Before torch is imported. What differs here from the interpreters of `launchers.py` is not forked from them.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -36,7 +36,7 @@ _LAUNCHER = "resilient-run"
 _DAEMON = "resilient_run.daemon"
 _CTL = "from resilient_run.daemon.ctl.cli import resilientctl; resilientctl(prog_name='resilientctl')"
 _NO_TORCH = ("resilient_run.daemon.cli", "resilient_run.daemon.ctl.cli")
-_OURS = ("resilient_run.ckpt.checkpointer", "resilient_run.launcher.cli", "resilient_run.daemon.cli")
+_OURS = tuple(f"resilient_run.{name}" for name in ("ckpt.checkpointer", "comm.hook", "launcher.cli", "daemon.cli"))
 _TORCH = (*zygote._AT_ONCE, *zygote._LATER, *_OURS)
 """What is imported beforehand."""
 _PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -145,7 +145,7 @@ def run_apart(check: Callable[..., None], *arguments: Any) -> None:
     """
     file = Path(inspect.getfile(check))
     arguments_json = json.dumps(arguments)
-    ended = run_python([str(file), check.__name__, arguments_json], {**os.environ, "PYTHONPATH": str(file.parent)})
+    ended = run_python([str(file), check.__name__, arguments_json], os.environ)
     assert ended.returncode == 0, ended.stderr
 
 

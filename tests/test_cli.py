@@ -39,7 +39,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     for name in list(os.environ):
         if name.startswith(("RESILIENT_", "PET_")):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with mock.patch.dict(os.environ):
         yield
     lock = tmp_path / "run" / "resilientd.lock"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 from click.testing import CliRunner
-from cluster import EXAMPLE, TINY, Cluster, Host, kill, wait_until
+from cluster import PACED, Cluster, Host, kill, wait_until
 from etcd_process import ask
 
 from resilient_run.daemon.comparison.digests import EqualLeaves
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.jobs
 T = TypeVar("T")
 LEARNED = {"gpt": 25 + 75, "mixed": 45, "hybrid": 26, "uneven": 16}
 """Of so many tensors of each script it is known in the end that ranks must hold the same."""
-GPT = [str(EXAMPLE), "--steps", "150", "--seed", "7", "--json", *TINY]
+GPT = [*PACED, "--steps", "150"]
 REPLICAS = str(Path(__file__).parent / "replica_trainer.py")
 
 
@@ -166,8 +166,7 @@ def test_the_majority_names_the_rank(job: Job) -> None:
 
     A difference that is known does not hide the next one.
     """
-    script = [str(EXAMPLE), "--steps", "100000", "--seed", "7", "--json", *TINY]
-    job.launch(script, hosts=1, nproc=3, corruption="warn")
+    job.launch([*PACED, "--steps", "100000"], hosts=1, nproc=3, corruption="warn")
     job.learn()
     job.flip(2, "model.blocks.0.norm_mlp.weight")
     (first,) = wait_until(job.corruptions, timeout_s=60, what="the observation", host=job.hosts[0], pause_s=0.1)
@@ -250,7 +249,7 @@ def test_what_one_rank_has_more_of_hides_nothing(job: Job, tmp_path_factory: pyt
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param([*GPT, "--fsdp"], id="fsdp"),
+        pytest.param([*GPT, "--steps", "60", "--fsdp"], id="fsdp"),
         pytest.param([REPLICAS, "mixed", "60", "16"], id="mixed", marks=pytest.mark.nightly),
     ],
 )

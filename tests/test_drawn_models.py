@@ -10,7 +10,7 @@ from drawn_models import run
 
 pytestmark = pytest.mark.jobs
 
-CASES = {2: 40, 3: 25, 4: 12, 5: 12}
+CASES = {2: 24, 3: 15, 4: 8, 5: 8}
 """Ranks → cases."""
 
 

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Sequence
 
 import pytest
-from cluster import EXAMPLE, TINY, Cluster, Host
+from cluster import PACED, Cluster, Host
 from etcd_process import EtcdProcess
 from prepared import BEFORE
 
@@ -62,10 +62,9 @@ def run(
     arguments += ["--rdzv-backend", "etcd-v3", "--rdzv-id", "run"]
     arguments += ["--rdzv-endpoint", etcd.endpoint, "--rdzv-conf", f"lease_ttl=3,last_call_timeout={last_call_s}"]
     arguments += ["--local-addr", "127.0.0.1", "--rr-allow-different-script"]
-    script = [str(EXAMPLE), "--steps", str(steps), "--seed", "7", "--json", *TINY]
     made = [len(host.steps()) for host in hosts]
     for host in hosts:
-        host.launch(arguments, script, **{BEFORE: before, "ETCD_PID": str(etcd.pid)})
+        host.launch(arguments, [*PACED, "--steps", str(steps)], **{BEFORE: before, "ETCD_PID": str(etcd.pid)})
     codes = [host.wait(240) for host in hosts]
     steps_of = [[step for _, step, _ in host.steps()[count:]] for host, count in zip(hosts, made, strict=True)]
     return codes, "".join(host.output for host in hosts), steps_of

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
-from cluster import ENDLESS, TINY, Cluster, Host, stop, wait_until
+from cluster import ENDLESS, Cluster, Host, stop, wait_until
 from etcd_process import ask
 from hosts import Client
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.jobs
 T = TypeVar("T")
 STEPS = 24
 # With a pause after each step: a test that reaches one late finds the run under way all the same.
-SCRIPT = [ENDLESS[0], "--steps", str(STEPS), "--seed", "7", "--json", *TINY]
+SCRIPT = [*ENDLESS, "--steps", str(STEPS)]
 
 
 class Job:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import EXAMPLE, TINY, Cluster, Host, assert_same_training, kill, recovered, stop, wait_until
+from cluster import PACED, Cluster, Host, assert_same_training, kill, recovered, stop, wait_until
 from lab import LabCluster, NetHost
 from netlab import NetLab
 
 pytestmark = pytest.mark.lab
 
 STEPS = 50
-SCRIPT = [str(EXAMPLE), "--steps", str(STEPS), "--seed", "7", "--json", *TINY]
+SCRIPT = [*PACED, "--steps", str(STEPS)]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster import EXAMPLE, TINY, Cluster, Host, stop, wait_until
+from cluster import PACED, Cluster, Host, stop, wait_until
 from etcd_process import EtcdProcess
 
 from resilient_run.daemon.tier.tier import Tier
@@ -14,7 +14,7 @@ from resilient_run.daemon.tier.tier import Tier
 pytestmark = pytest.mark.jobs
 
 STEPS = 40
-SCRIPT = [str(EXAMPLE), "--steps", str(STEPS), "--seed", "7", "--json", *TINY]
+SCRIPT = [*PACED, "--steps", str(STEPS)]
 
 
 def launch(

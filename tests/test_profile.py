@@ -63,7 +63,7 @@ def test_collectives_of_real_training_are_seen(kind: str, tmp_path: Path) -> Non
     workers = [
         start_python(
             [str(worker), kind, str(STEPS), str(rank), str(tmp_path / "store")],
-            {**os.environ, "OMP_NUM_THREADS": "1"},
+            os.environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

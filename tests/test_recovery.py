@@ -14,8 +14,7 @@ import psutil
 import pytest
 from cluster import (
     ENDLESS,
-    EXAMPLE,
-    TINY,
+    PACED,
     Cluster,
     Host,
     assert_same_training,
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.jobs
 
 STEPS = 30
 LEASE_TTL_S = 3
-SCRIPT = [str(EXAMPLE), "--steps", str(STEPS), "--seed", "7", "--json", *TINY]
+SCRIPT = [*PACED, "--steps", str(STEPS)]
 STANDALONE = ["--standalone", "--nproc-per-node", "2"]
 
 

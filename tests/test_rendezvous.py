@@ -95,7 +95,7 @@ class Launchers:
         settings = [f"{name}={value}" for name, value in {"lease_ttl": "2", **options}.items()]
         process = start_python(
             [str(script), self.endpoint, self.run_id, *map(str, nnodes), *settings],
-            {**os.environ, "OMP_NUM_THREADS": "1", "RESILIENT_HOST_ID": host},
+            {**os.environ, "RESILIENT_HOST_ID": host},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -1391,7 +1391,7 @@ def test_plain_torchrun(launchers: Launchers, tmp_path: Path, mode: str) -> None
     processes = [
         start_python(
             command,
-            {**os.environ, "RESILIENT_HOST_ID": host, "OMP_NUM_THREADS": "1"},
+            {**os.environ, "RESILIENT_HOST_ID": host},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

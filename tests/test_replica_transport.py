@@ -184,7 +184,6 @@ class Process:
             "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
         }
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         self.popen = start_python([TRAINER, *arguments], {**os.environ, **environment}, **pipes)

@@ -37,7 +37,6 @@ class Ranks:
                 "RESILIENT_HOST": name,
                 "RESILIENT_GENERATION": str(generation),
                 "TEST_STORE": f"file://{root}/store-{generation}",
-                "OMP_NUM_THREADS": "1",
             }
             streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self.processes.append(start_python([str(TRAINER), *arguments], env, **streams))

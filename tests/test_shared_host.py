@@ -133,7 +133,7 @@ def test_plain_torchrun_twice_on_one_host(tmp_path: Path, etcd_endpoint: str) ->
     launchers: list[subprocess.Popen[bytes]] = []
 
     def launch() -> subprocess.Popen[bytes]:
-        env = {**os.environ, "RESILIENT_HOST_ID": "h", "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "RESILIENT_HOST_ID": "h"}
         with said.open("ab") as output:
             launchers.append(start_python(command, env, stdout=output))
         return launchers[-1]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import EXAMPLE, TINY, wait_until
+from cluster import ENDLESS, EXAMPLE, PACED, wait_until
 from lab import EtcdMember
 from netlab import NetLab
 
@@ -187,7 +187,7 @@ class Job:
     def __init__(self, slurm: Slurm, steps: int, **env: str) -> None:
         self.slurm = slurm
         self.output = slurm.root / "shared" / "out.log"
-        script = [str(EXAMPLE), "--steps", str(steps), "--seed", "7", "--json", *TINY]
+        script = [*PACED, "--steps", str(steps)]
         settings = {"SHARED": str(slurm.root / "shared"), "NPROC": "1", "GLOO_SOCKET_IFNAME": "eth0", **env}
         settings["RESILIENT_RUN_DIR"] = "/dev/shm/run"  # /tmp is the machine's, and one for all nodes
         command = ["sbatch", "--parsable", f"--output={self.output}", "--time=60", str(SBATCH), *script]
@@ -298,7 +298,7 @@ def test_slurm_provides_a_host_and_takes_one_back(slurm: Slurm, etcd: EtcdMember
     slurm.run("resilientctl", "keygen", str(key))
     config.write_text(f'[root]\nslurm_script = "{launch}"\n')
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "etcd-v3", "--rdzv-endpoint", etcd.endpoint]
-    words += ["--rr-key-file", str(key), "--rr-config", str(config), str(EXAMPLE), "--steps", "100000", "--json", *TINY]
+    words += ["--rr-key-file", str(key), "--rr-config", str(config), *ENDLESS]
     launch.write_text(
         f"#!/bin/bash\n#SBATCH --no-requeue\n#SBATCH --output={shared}/%N.log\n"
         f'exec resilient-run --rr-host-id "$SLURMD_NODENAME" --rdzv-id "$RUN_ID" {" ".join(words)}\n'

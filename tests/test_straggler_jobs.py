@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from cluster import EXAMPLE, TINY, Cluster, assert_same_training, recovered, wait_until
+from cluster import LIGHT, Cluster, assert_same_training, recovered, wait_until
 
 pytestmark = pytest.mark.jobs
 
-SCRIPT = ("--steps", "64", "--seed", "7", "--json", *TINY)
+SCRIPT = (*LIGHT, "--steps", "64")
 TRAINER = str(Path(__file__).with_name("slow_trainer.py"))
 
 
@@ -36,6 +36,6 @@ def test_host_of_a_slow_rank_is_replaced_and_not_the_next_one(
     logs = "".join((host.run_dir / "resilientd.log").read_text() for host in hosts)
     assert f"straggler (fail): rank 0 on host {newcomer.name} computes" in logs
     undisturbed = cluster.host("undisturbed")
-    undisturbed.launch(["--standalone", "--nproc-per-node", "2"], [str(EXAMPLE), *SCRIPT])
+    undisturbed.launch(["--standalone", "--nproc-per-node", "2"], SCRIPT)
     assert undisturbed.wait() == 0, undisturbed.output
     assert_same_training(hosts, undisturbed)

@@ -50,7 +50,7 @@ def start_ranks() -> Iterator[StartRanks]:
 
 
 def _start_script(script: str, environ: dict[str, str], *arguments: str) -> Process:
-    env = {**os.environ, **environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **environ}
     return start_python(["-c", script, *arguments], env, stdout=subprocess.PIPE, text=True)
 
 

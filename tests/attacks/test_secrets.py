@@ -72,11 +72,11 @@ def shows(data: bytes) -> bool:
 def test_nobody_is_shown_a_secret(host: Host, tmp_path: Path, guarded: EtcdProcess, start: str) -> None:
     """Neither workers, in whose memory it is not even once, nor who reads the process list, logs, files or etcd."""
     gate = Gate(tmp_path / "gate")
-    options = [*on_etcd(guarded.endpoint, tmp_path.name), start]
+    options = [*on_etcd(guarded.endpoint, tmp_path.name, nproc=1), start]
     host.launch(options, gate.script, **GIVEN, LOGLEVEL="DEBUG")
     train_to(2, gate, [host], host.run_dir / "resilientd.sock")
-    kill(host.pids()[1])
-    wait_until(lambda: host.starts() == 4, timeout_s=120, what="a restart", host=host)
+    kill(host.pids()[0])
+    wait_until(lambda: host.starts() == 2, timeout_s=120, what="a restart", host=host)
     train_to(5, gate, [host], host.run_dir / "resilientd.sock")
     wait_until(lambda: recovered(host) == 1, timeout_s=60, what="a recovery", host=host)
     assert host.launcher is not None
