@@ -31,7 +31,7 @@ _SILENT_S = 5.0
 """So long without a word, a link is broken: as long as a lease of etcd."""
 _AVOIDED_S = 10.0
 _RETRY_S = 0.3
-_WORK_S = 0.5
+_WORK_S = 0.25
 """Half of what is between two notes of a rank's work, of which none is to be lost on the way."""
 
 
