@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch
+
 from resilient_run import Checkpointer
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Host, wait_until
+from cluster import Cluster, wait_until
 from gated import on_etcd
 from test_rollback import rollback
 
