@@ -207,21 +207,24 @@ class JobSlots:
                 await view.wait_for(lambda: self._room == 0 or self._has_room(rank, geometry, view.agreed))
 
     async def allocate(self, rank: int, geometry: Geometry, *, agreed: Agreed) -> list[SlotFile]:
-        """Return files of `rank` that have room for `geometry`, at least one that may be overwritten.
+        """Return files of `rank` that have room for `geometry`; who asked before has only these from now on.
 
-        While pairs stay in files of another size there are fewer: more once those may go. Who asked before has only
-        these from now on.
+        While pairs stay in files of another size there are fewer, at least one that may be overwritten: more once those
+        may go.
 
         Raises:
             MemoryBudgetError: New files do not fit.
         """
         async with self._changing:
             fitting = self._fitting(rank, geometry, agreed)
-            while not _free(fitting, agreed) or len(self._files.get(rank, ())) <= self.keep:
+            while len(fitting) <= self.keep:
+                free, count = _free(fitting, agreed), len(self._files.get(rank, ()))
+                if free and count > self.keep:
+                    break
                 try:
                     fitting.append(await self._create(rank, geometry))
                 except MemoryBudgetError:
-                    if not _free(fitting, agreed) or len(self._files[rank]) < 2:
+                    if not free or count < 2:
                         raise
                     break
             for file in _free(fitting, agreed)[1:]:
