@@ -1,5 +1,6 @@
 """A script whose state changes its size: `growing_trainer.py GATE RANK:STEP:MIB…`; it ends once the gate is a file."""
 
+import json
 import os
 import sys
 import time
@@ -39,7 +40,7 @@ def main() -> None:
             found = grown.state
             grown.make(begun)
             assert torch.equal(found, grown.state), f"rank {rank} restored another state at step {begun}"
-        print(f'{{"restored": {begun}, "rank": {rank}, "pid": {os.getpid()}}}', flush=True)
+        print(json.dumps({"restored": begun, "rank": rank, "pid": os.getpid(), "time": time.time()}), flush=True)
         for step in range(begun + 1, 100_000):
             grown.make(step)
             time.sleep(0.05)

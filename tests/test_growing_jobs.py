@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, wait_until
+from cluster import Cluster, kill, wait_until
 from gated import on_etcd
 from test_rollback import rollback
+
+from resilient_run.daemon.tier.tier import Tier
 
 pytestmark = pytest.mark.jobs
 
@@ -44,9 +46,9 @@ class Growing:
         assert found is not None, listed
         return [int(step) for step in found[1].split(", ")]
 
-    def roll_back(self, step: int) -> tuple[int, str]:
-        """Order the run to go back."""
-        return rollback(self.cluster.name, self.endpoint, step, "--timeout", "60", run_dir=self.hosts[0].run_dir)
+    def restored(self) -> int:
+        """Return the step that a rank restored last."""
+        return max((line["time"], line["restored"]) for line in list(self.hosts[0].lines))[1]
 
     def end(self) -> None:
         """Let the script end, and see that it ends well."""
@@ -69,11 +71,46 @@ def test_older_steps_give_way_to_a_state_that_grows(
     """Three slots of 4 MiB for each of two ranks have room, and of larger ones two for each rank."""
     run = Growing(tmp_path, etcd_endpoint, sizes, nnodes=nnodes, memory="36M")
     try:
-        wait_until(lambda: run.hosts[0].committed_step(), timeout_s=60, what="a commit", host=run.hosts[0])
         run.await_commit(12)
-        assert len(run.in_memory()) == 2
-        run.await_commit(60)
+        older, _ = run.in_memory()
+        run.await_commit(45)
         assert len(run.in_memory()) == 1
+        code, refused = rollback(run.cluster.name, etcd_endpoint, older, run_dir=run.hosts[0].run_dir)
+        assert code == 1
+        assert f"step {older} is not at hand" in refused
+        committed = run.hosts[0].committed_step()
+        kill(run.hosts[0].pids()[0])
+        run.await_commit(committed + 10)
+        assert run.restored() >= committed
+        assert len(run.in_memory()) == 1
+        run.end()
+    finally:
+        run.cluster.close()
+
+
+def test_a_run_goes_back_to_an_older_step_beside_a_state_that_grows(tmp_path: Path, etcd_endpoint: str) -> None:
+    """What it goes back to is smaller than what is in memory, grows again, and is persisted all the while."""
+    sizes = ["0:0:2", "0:30:3", "0:60:6", "1:0:2", "1:30:3", "1:60:6"]
+    tier = f'[persist]\ntarget = "{tmp_path / "tier"}"\nevery_steps = 10\nevery_s = 0\n'
+    settings = f"[replication]\nkeep = 3\nkeep_every = 2\n\n{tier}"
+    run = Growing(tmp_path, etcd_endpoint, sizes, nnodes=2, memory="38M", settings=settings)
+    try:
+        run.await_commit(20)
+        older, *_ = run.in_memory()
+        code, output = rollback(run.cluster.name, etcd_endpoint, older, "--timeout", "60", run_dir=run.hosts[0].run_dir)
+        assert code == 0 or "is not at hand" in output, output
+        if code == 0:
+            assert run.restored() == older
+        run.await_commit(50)
+        assert len(run.in_memory()) > 1
+        run.await_commit(80)
+        assert len(run.in_memory()) == 1
+        wait_until(
+            lambda: Tier(str(tmp_path / "tier"), run.cluster.name).published()[-1].step > 60,
+            timeout_s=60,
+            what="a published step of the last size",
+            host=run.hosts[0],
+        )
         run.end()
     finally:
         run.cluster.close()
