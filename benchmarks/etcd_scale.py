@@ -61,6 +61,7 @@ class HeldSteps:
     ranks: tuple[int, ...] = ()
     pairs: frozenset[tuple[int, int]] = frozenset()
     adopted: bool = True
+    keep: int = 1
 
     async def adopt(self) -> None: ...
 

@@ -396,6 +396,10 @@ class Job:
             if pushed.committed is not None and pushed.committed[0] == self.view.generation:
                 self._tell_first_commit(pushed.committed)
                 self.slots.trim(self.view.kept_ranks, pushed)
+            else:
+                # Who holds what the round restores may still have to hand it over.
+                self.slots.trim({*self.view.kept_ranks, *self.slots.held()}, pushed)
+            self.view.notify()
 
     def _tell_first_commit(self, pair: Pair) -> None:
         """Let the launcher of rank 0 know, once for each generation and each change of the hosts, what protects it."""

@@ -11,7 +11,7 @@ import pytest
 from cluster import wait_until
 
 from resilient_run.ckpt.checkpointer import Checkpointer
-from resilient_run.ckpt.format.slot import Slot
+from resilient_run.ckpt.format.slot import HEADER_BYTES, Slot
 from resilient_run.ckpt.format.wire import Message, encode, recv_message
 from resilient_run.ckpt.link.env import TrainerEnv
 
@@ -204,6 +204,9 @@ class SoloDaemon:
     def _allocate(self, rank: int, message: Message) -> list[str]:
         paths = []
         sizes = {"capacity_bytes": message["capacity_bytes"], "payload_offset": message["payload_offset"]}
+        known = [slot.capacity_bytes for slot in self.slots(rank)]
+        if known and max(known) < sizes["capacity_bytes"]:  # as the daemon does where there is room
+            sizes = {name: size * 3 // 2 // HEADER_BYTES * HEADER_BYTES for name, size in sizes.items()}
         for index in range(2):
             path = self.directory / f"rank{rank}.{index}.slot"
             if path.exists():

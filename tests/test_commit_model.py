@@ -72,6 +72,7 @@ class World:
     """What a launcher read before it forms the next round: the watermark (which stands for its revision too)."""
     lost: str = ""
     older: tuple[Pair, ...] = ()
+    """Those of the round until the root says others in its generation."""
     base: tuple[Pair, ...] = ()
     """The older pairs of the round."""
     rolled_back: bool = False
@@ -192,8 +193,7 @@ def _etcd(game: Game, world: World, round_: Round, present: list[str]) -> Iterat
     for host, rank, pair in world.reports:
         seen.setdefault(host, {}).setdefault(rank, set()).add(pair)
     ours = world.watermark is not None and world.watermark[0] == world.generation
-    older = world.older if ours else world.base
-    agreed = Agreed(committed=world.watermark, next=(world.generation, world.next), older=older)
+    agreed = Agreed(committed=world.watermark, next=(world.generation, world.next), older=world.older)
     complete = everywhere(round_, REPLICAS, seen)
     pair = advance(agreed, complete)
     missed = [step for _, following, step in world.missed if following == world.next]
@@ -203,12 +203,17 @@ def _etcd(game: Game, world: World, round_: Round, present: list[str]) -> Iterat
         decided = (pair, following, older, world.generation, world.writes)
         if decided != world.commit:
             yield "the root decides", replace(world, commit=decided)
+    if world.older and not world.rolled_back:
+        decided = (None, world.next, (), world.generation, world.writes)
+        if decided != world.commit:
+            yield "the root makes room", replace(world, commit=decided)
     if world.commit is not None:
         pair, following, older, generation, writes = world.commit
         if (generation, writes) != (world.generation, world.writes):
             yield "the root is refused", replace(world, commit=None)
         elif pair is None:
-            yield "the root goes on", replace(world, next=following, writes=world.writes + 1, commit=None)
+            written = {"next": following, "writes": world.writes + 1, "commit": None}
+            yield "the root goes on", replace(world, older=older, **written)
         else:
             written = {"next": following, "writes": world.writes + 1, "commit": None}
             yield "the root commits", replace(world, watermark=pair, older=older, **written)
@@ -247,6 +252,7 @@ def _formed(game: Game, world: World) -> World:
         done=(restore[1] if restore else 0,) * len(members),
         next=agreed.next[1],
         known=((restore, agreed.next[1], agreed.older),) * len(members),
+        older=base,
         base=base,
         rolled_back=False,
         taken=(0,) * len(members),
@@ -381,7 +387,7 @@ MOVES = Game("abc", "de", "xxyyx", steps=1, generations=3, begins_committed=True
         (TWO_HOSTS, {"is lost", "the root commits", "the root is refused", "no round is formed", "round is formed"}),
         (LATE, {"rank skips", "rank hears", "rank misses", "the root goes on", "the root commits"}),
         (MOVES, {"hands rank over", "is lost", "round is formed"}),
-        (BACK, {"somebody goes back", "round is formed", "the root commits"}),
+        (BACK, {"somebody goes back", "round is formed", "the root commits", "the root makes room"}),
     ],
     ids=["two hosts", "late news", "replicas move", "older steps"],
 )

@@ -22,6 +22,7 @@ from resilient_run.daemon.base.record import JobRecord
 from resilient_run.daemon.jobs import Jobs
 from resilient_run.daemon.run.commit import Agreed
 from resilient_run.daemon.run.rounds import Round
+from resilient_run.daemon.run.view import JobView
 from resilient_run.daemon.slots.memory import MemoryBudget, default_limit_bytes
 from resilient_run.daemon.slots.slots import Geometry, JobSlots, SlotFile
 from resilient_run.daemon.slots.vault import Vault
@@ -115,7 +116,7 @@ def test_slot_that_is_being_received_is_nobody_else_s(shm_dir: Path) -> None:
 
 
 def test_watermark_survives_a_change_of_geometry(shm_dir: Path) -> None:
-    """Two files of the new size are made beside the one with the watermark; it goes once the watermark has moved."""
+    """A file of the new size is made beside the one with the watermark, which another replaces once that has moved."""
 
     async def scenario() -> None:
         vault = open_vault(shm_dir)
@@ -123,15 +124,18 @@ def test_watermark_survives_a_change_of_geometry(shm_dir: Path) -> None:
         await place(slots, (1, 1), None)
         kept = await place(slots, (1, 2), (1, 1))
         lent = await slots.allocate(3, LARGE, agreed=said((1, 2)))
-        assert len(lent) == 2
+        assert len(lent) == 1
         assert kept not in lent
         assert slots.held() == {3: {(1, 2)}}
         assert await slots.allocate(3, LARGE, agreed=said((1, 2))) == lent
         slots.trim({3}, said((1, 2)))
-        assert len(list(slots.files())) == 3
+        assert len(list(slots.files())) == 2
         fill(lent[0], (2, 3))
         slots.trim({3}, said((2, 3)))
-        assert [file.slot.path for file in slots.files()] == [file.slot.path for file in lent]
+        assert list(slots.files()) == lent
+        lent = await slots.allocate(3, LARGE, agreed=said((2, 3)))
+        assert len(lent) == 2
+        assert list(slots.files()) == lent
         slots.trim({}, said((2, 3)))
         assert list(shm_dir.glob("*/*.slot")) == []
         assert vault.budget.used_bytes == 0
@@ -140,7 +144,7 @@ def test_watermark_survives_a_change_of_geometry(shm_dir: Path) -> None:
 
 
 def test_older_pairs_survive_a_change_of_geometry(shm_dir: Path) -> None:
-    """There is one file more than usual meanwhile, as without older pairs; those of the new size become more."""
+    """There are as many files as usual meanwhile; those of the new size become more."""
 
     def after(step: int) -> Agreed:
         older = (Pair(1, step - 2), Pair(1, step - 1))
@@ -150,11 +154,65 @@ def test_older_pairs_survive_a_change_of_geometry(shm_dir: Path) -> None:
         slots = open_vault(shm_dir).open(replace(record(), keep=3))
         for step in (1, 2, 3):
             await place(slots, (1, step), None)
-        for step, files, lent in ((3, 5, 2), (4, 4, 2), (5, 4, 3), (6, 4, 4), (7, 4, 4)):
+        for step, files, lent in ((3, 4, 1), (4, 4, 2), (5, 4, 3), (6, 4, 4), (7, 4, 4)):
             found = await slots.allocate(3, LARGE, agreed=after(step))
             assert (len(list(slots.files())), len(found)) == (files, lent)
             assert {(1, step - 2), (1, step - 1), (1, step)} <= slots.held()[3]
             fill(next(file for file in found if after(step).may_overwrite(file.pair)), (1, step + 1))
+
+    asyncio.run(scenario())
+
+
+def test_a_state_that_grows_gets_more_where_as_much_has_room_of_each_rank(shm_dir: Path) -> None:
+    async def scenario(limit_bytes: int) -> Geometry:
+        vault = open_vault(shm_dir)
+        slots = vault.open(replace(record(), run_id=str(limit_bytes)))
+        slots.budget.limit(slots.key, limit_bytes)
+        for rank in (3, 4):
+            assert slots.roomy(rank, SMALL) == SMALL, "there is none yet"
+            await slots.allocate(rank, SMALL, agreed=said(None))
+            assert slots.roomy(rank, SMALL) == SMALL, "it is large enough"
+        return slots.roomy(4, LARGE)
+
+    more = asyncio.run(scenario(6 * LARGE.capacity_bytes))
+    assert more.capacity_bytes == LARGE.capacity_bytes * 3 // 2
+    assert more.payload_offset > LARGE.payload_offset
+    assert asyncio.run(scenario(6 * LARGE.capacity_bytes - 1)) == LARGE
+
+
+def test_older_pairs_go_for_others_and_what_is_lent_stays(shm_dir: Path) -> None:
+    """Rank 3 is lent to a trainer: its surplus goes when that asks again. That of rank 4 goes at once."""
+
+    def after(*older: int) -> Agreed:
+        return Agreed(committed=Pair(1, 2), next=Pair(1, 3), older=tuple(Pair(1, step) for step in older))
+
+    async def scenario() -> None:
+        slots = open_vault(shm_dir).open(replace(record(), keep=2))
+        slots.budget.limit(slots.key, 6 * CAPACITY + CAPACITY // 2)
+        view = JobView(host="a", replicas=1, watermark=Pair(1, 2), watermark_revision=1)
+        view.round = Round(generation=1, seats=seats("a", [5]), revision=1)
+        for step, file in enumerate(await slots.allocate(3, SMALL, agreed=said(None))):
+            fill(file, (1, step))
+        for step in (1, 2, 0):
+            replica = await slots.place(4, SMALL, agreed=said(None))
+            assert replica is not None
+            fill(replica, (1, step))
+        slots.trim({3, 4}, after(1))
+        assert (slots.keep, len(list(slots.files()))) == (2, 6)
+        slots.trim({3, 4}, after())
+        assert len(list(slots.files())) == 6, "there is room"
+        grown = Geometry(capacity_bytes=2 * CAPACITY, payload_offset=SMALL.payload_offset)
+        view.next, view.older = Pair(1, 3), ()
+        await slots.make_room(4, grown, view=view)
+        assert slots.keep == 1
+        slots.trim({3, 4}, after())
+        assert slots.held() == {3: {(1, 0), (1, 1), (1, 2)}, 4: {(1, 2)}}
+        assert len(await slots.allocate(3, SMALL, agreed=after())) == 2
+        assert (1, 2) in slots.held()[3]
+        assert len(list(slots.files())) == 3
+        await slots.make_room(4, grown, view=view)
+        (lent,) = await slots.allocate(4, grown, agreed=after())
+        assert lent.slot.capacity_bytes == 2 * CAPACITY
 
     asyncio.run(scenario())
 

@@ -20,7 +20,7 @@ from typing import Final, Literal
 import numpy as np
 import torch
 
-from ..errors import CheckpointError, DaemonError, MemoryBudgetError, SlotSizeError
+from ..errors import CheckpointError, DaemonError, SlotSizeError
 from ..format.digests import Digester, Hashes
 from ..format.manifest import encode, object_name
 from ..format.pair import Pair
@@ -133,7 +133,9 @@ class Capturer:
     def on_agreed(self, watermark: Pair | None, next_: Pair, older: Collection[Pair] = ()) -> None:
         """Take the news of a commit, or of the next capture."""
         with self._changed:
-            self._slots.hear(watermark, next_, older)
+            if self._slots.hear(watermark, next_, older):
+                # Older pairs are given up: there is room for larger slots, or for those of others.
+                self._stale, self._refused = True, None
             capture = self._capture
             if capture is not None and capture.phase is _Phase.PENDING and capture.step < self._slots.next:
                 self._skip(capture)
@@ -462,13 +464,8 @@ class Capturer:
         if self._slots.fits(manifest_bytes, payload_bytes):
             first = self._slots.slots[0].slot
             return self._lend(first.payload_offset, first.capacity_bytes)
-        if self._slots.slots:
-            # A state that has grown may go on with it. Half as much again keeps the number of moves small.
-            try:
-                return self._lend(*plan_layout(manifest_bytes * 3 // 2, payload_bytes * 3 // 2))
-            except MemoryBudgetError:
-                _log.info("no room for slots that are larger than step %d needs", capture.step)
-        return self._lend(*plan_layout(manifest_bytes, payload_bytes, preferred_offset=self._preferred_offset))
+        preferred_offset = 0 if self._slots.slots else self._preferred_offset
+        return self._lend(*plan_layout(manifest_bytes, payload_bytes, preferred_offset=preferred_offset))
 
     def _lend(self, payload_offset: int, capacity_bytes: int) -> list[str]:
         answer = self._link.request(

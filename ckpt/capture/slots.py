@@ -121,14 +121,19 @@ class RankSlots:
         self._older = frozenset[Pair]()
         self.slots: list[MappedSlot] = []
 
-    def hear(self, watermark: Pair | None, next_: Pair, older: Collection[Pair] = ()) -> None:
-        """Take what is agreed; what was said earlier, or for another generation, changes nothing."""
+    def hear(self, watermark: Pair | None, next_: Pair, older: Collection[Pair] = ()) -> bool:
+        """Take what is agreed, and return whether fewer older pairs stay than before.
+
+        What was said earlier, or for another generation, changes nothing.
+        """
         if next_[0] != self._env.generation:
-            return
+            return False
         if watermark is not None:
             self.watermark = max(watermark, self.watermark or watermark)
-        if next_[1] >= self.next:
-            self.next, self._older = next_[1], frozenset(older)
+        if next_[1] < self.next:
+            return False
+        before, self.next, self._older = len(self._older), next_[1], frozenset(older)
+        return len(self._older) < before
 
     def map(self, paths: Sequence[str], *, pin: bool) -> list[MappedSlot]:
         """Return the slots at `paths` for `use`, those that are mapped already as they are.

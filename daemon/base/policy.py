@@ -10,6 +10,9 @@ from resilient_run.ckpt.format.schedule import PACED
 
 from .codec import SettingsRecord, limited
 
+MOST_KEPT = 64
+"""So many committed steps may stay in memory."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RootPolicy(SettingsRecord):
@@ -71,7 +74,7 @@ class ReplicationPolicy(SettingsRecord):
     variance: float = limited(0.9, low=0.1, high=1)
     max_every: int = limited(1, low=1, high=64)
     bandwidth_mbit_s: float = 0.0
-    keep: int = limited(1, low=1, high=64)
+    keep: int = limited(1, low=1, high=MOST_KEPT)
     keep_every: int = limited(1, low=1)
 
     @property

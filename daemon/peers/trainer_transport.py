@@ -147,6 +147,7 @@ class TrainerTransport:
             self.supersede(rank)
             if self.slots.find(rank, pair) is not None:
                 return {"path": None, "held": True}
+            await self.slots.make_room(rank, geometry, view=self.view)
             file = await self.slots.place(rank, geometry, agreed=self.view.agreed)
             if file is None:
                 return {"path": None, "held": False}

@@ -103,7 +103,8 @@ class ReportTree:
         # Older ones that stay in memory are compared no more.
         claims = self._claims(pair for pair in nlargest(2, pairs) if pair[0] == view.generation)
         unhealthy = {pair: told for pair, told in view.unhealthy_here.items() if pair.generation == view.generation}
-        own = Report(term=term, complete=pairs, missed=missed, claims=claims, unhealthy=unhealthy)
+        keep = self._slots.keep
+        own = Report(term=term, complete=pairs, missed=missed, claims=claims, unhealthy=unhealthy, keep=keep)
         below = (*tree.below(view.host), *(sorted(self.beside) if view.is_root else ()))
         if (own, below, self._heard) != self._added[0]:
             self._added = (own, below, self._heard), added(own, below, self._reports)

@@ -11,7 +11,7 @@ from resilient_run.ckpt.format.pair import Pair, pair_value
 from ..etcd.client import Etcd, EtcdUnavailable
 from ..peers.tree import ReportTree
 from ..run import keys
-from ..run.commit import Lead, advance
+from ..run.commit import Lead, advance, beside_newest
 from ..run.view import JobView
 from .state import RootState
 
@@ -22,17 +22,17 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Move:
-    """What to write: a pair to commit, or None when the next capture was missed.
+    """What to write: a pair to commit, or None when the next capture was missed, or older pairs must make room.
 
-    `older` stays in memory beside it, `done` is the newest step that is known to be completed in this generation, and
-    `late` that a rank was.
+    `older` stays in memory beside the newest, `done` is the newest step that is known to be completed in this
+    generation, None where the next capture stays as it is, and `late` that a rank was.
     """
 
     generation: int
     pair: Pair | None
-    older: tuple[Pair, ...] = ()
-    done: int
-    late: bool
+    older: tuple[Pair, ...]
+    done: int | None
+    late: bool = False
 
 
 class Committer:
@@ -88,19 +88,21 @@ class Committer:
             if guards != counted:  # else the same is written again
                 counted = guards
                 self._count(move)
+            if move.older != self._state.get(keys.OLDER, ()):
+                puts[keys.OLDER] = {"pairs": move.older}
             if move.pair is not None:
                 puts[keys.WATERMARK] = pair_value(move.pair)
-                if move.older != self._state.get(keys.OLDER, ()):
-                    puts[keys.OLDER] = {"pairs": move.older}
                 world_size = None if self._state.round is None else self._state.round.world_size
                 if self._state.get(keys.COMMITTED) != world_size:
                     # Launchers do not follow the watermark, but must not lead the run to another size from now on.
                     puts[keys.COMMITTED] = {"world_size": world_size}
                 if self._also is not None:
                     puts |= self._also(move.pair)
-            following = self._lead.after(move.done, every=self._view.every)
+            following = self._state.agreed.next.step
+            if move.done is not None:
+                following = self._lead.after(move.done, every=self._view.every)
             puts[keys.NEXT] = pair_value(Pair(move.generation, following))
-            log.debug("%s is committed, step %d is captured next", move.pair, following)
+            log.debug("%s is committed, step %d is captured next, %s stay", move.pair, following, move.older)
             try:
                 await self._etcd.commit(guards, puts)
                 await self._view.wait_until_shown(lambda: self._guards() != guards)  # noqa: B023
@@ -108,6 +110,8 @@ class Committer:
                 await asyncio.sleep(_RETRY_S)
 
     def _count(self, move: _Move) -> None:
+        if move.done is None:
+            return
         if move.pair is not None:
             self._lead.kept(move.done - move.pair[1])
         elif move.late:
@@ -126,13 +130,17 @@ class Committer:
             return None
         generation, following = agreed.next
         done = [self._view.done[1]] if self._view.done is not None and self._view.done[0] == generation else []
+        keep = min(report.keep, 1 if self._state.life is None else self._state.life.job.keep)
         if pair is not None:
-            life, every = self._state.life, self._keep_every
-            older = agreed.older_after(report.complete, keep=1 if life is None else life.job.keep, every=every)
-            return _Move(generation=generation, pair=pair, older=older, done=max([pair[1], *done]), late=False)
-        if (missed := report.missed) is None or missed.next != agreed.next:
+            older = agreed.older_after(report.complete, keep=keep, every=self._keep_every)
+            return _Move(generation=generation, pair=pair, older=older, done=max([pair[1], *done]))
+        older, missed = beside_newest(agreed.older, keep), report.missed
+        if missed is not None and missed.next == agreed.next:
+            last = max(following, missed.step, *done)
+            return _Move(generation=generation, pair=None, older=older, done=last, late=missed.late)
+        if older == agreed.older or generation != round_.generation:  # of a later one if it goes back to one of them
             return None
-        return _Move(generation=generation, pair=None, done=max(following, missed.step, *done), late=missed.late)
+        return _Move(generation=generation, pair=None, older=older, done=None)
 
     def _guards(self) -> dict[str, int]:
         revisions = {key: self._state.revisions.get(key, 0) for key in (keys.ROUND, keys.WATERMARK, keys.NEXT)}

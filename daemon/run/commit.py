@@ -56,19 +56,22 @@ class Agreed(Record):
             watermark: What `WATERMARK` says.
             next_: What `NEXT` says. Of an earlier generation it says nothing, and what follows the restored step is
                 captured first; of a later one, that nothing more of this one is committed (`resilientctl rollback`).
-            older: What `OLDER` says, with `watermark`.
+            older: What `OLDER` says, with `watermark` and `next_`: of an earlier generation nothing, either.
         """
         if round_ is None:
             return cls(committed=watermark, next=Pair(0, 0), older=older)
         # A watermark of an earlier generation is what the round restores, or was seen before it was set back to that.
         is_here = watermark is not None and watermark[0] >= round_.generation
-        committed, older = (watermark, older) if is_here else (round_.restore, round_.older)
+        committed = watermark if is_here else round_.restore
+        if not is_here and (next_ is None or next_[0] != round_.generation):
+            older = round_.older  # else the root has spoken in this generation
         following = Pair(round_.generation, 1 if committed is None else committed[1] + 1)
         return cls(committed=committed, next=following if next_ is None else max(next_, following), older=older)
 
     def or_later(self, other: "Agreed") -> "Agreed":
         """Return which of the two was said later, of the same generation."""
-        return max(self, other, key=lambda agreed: (agreed.next, agreed.committed or Pair(0, 0)))
+        # Older pairs that are given up between two commits are not taken back.
+        return max(self, other, key=lambda agreed: (agreed.next, agreed.committed or Pair(0, 0), -len(agreed.older)))
 
     def may_overwrite(self, pair: Pair | None) -> bool:
         """Tell whether a slot that holds `pair` (None: nothing) may be given up.

@@ -13,6 +13,7 @@ from resilient_run.ckpt.format.pair import Pair, pair_of
 
 from ..base.codec import Record, limited
 from ..base.fields import Fields
+from ..base.policy import MOST_KEPT
 from .commit import Held, Missed, Unhealthy, is_dead, joined_unhealthy
 from .rounds import MAX_WORLD_SIZE, Round
 from .work import RankWork, read_work, work_rows
@@ -132,6 +133,7 @@ class Report(Record):
         claims: The digests of what is complete.
         unhealthy: Steps that one of their ranks calls unhealthy.
         absent: Hosts directly below one of them that it has not heard of: nothing is said of those.
+        keep: For how many committed steps each of them has room.
         work: Rank → what it has computed; empty where that is not said now.
     """
 
@@ -147,6 +149,7 @@ class Report(Record):
         write=lambda unhealthy: [[*pair, *told] for pair, told in sorted(unhealthy.items())],
     )
     absent: tuple[str, ...] = limited((), high=_MOST_ABSENT)
+    keep: int = limited(MOST_KEPT, low=1)
     work: Mapping[int, RankWork] = limited(
         factory=dict, read=lambda values, name: values.made(name, "work", read_work), write=work_rows
     )
@@ -161,6 +164,7 @@ class Report(Record):
             or (before.complete and max(before.complete) not in self.complete)
             or self.missed != before.missed
             or self.absent != before.absent
+            or self.keep < before.keep
             or self.unhealthy != before.unhealthy
             or any(before.claims.get(pair) != claims for pair, claims in self.claims.items())
         )
@@ -206,6 +210,7 @@ def added(own: Report, below: Iterable[str], reports: Mapping[str, Report]) -> R
         claims={pair: _joined(report.claims.get(pair, {}) for report in found) for pair in sorted(common)},
         unhealthy=joined_unhealthy(*(report.unhealthy for report in found)),
         absent=tuple(sorted(absent)),
+        keep=min(report.keep for report in found),
     )
 
 

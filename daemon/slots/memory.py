@@ -91,9 +91,19 @@ class MemoryBudget:
                 f"checkpoints need {shown(needed_bytes)} ({formula}), other jobs have {shown(others)} and the limit is "
                 f"{shown(limit)}: {_RAISE}"
             )
-        if (trouble := self._place(job, needed_bytes)) is not None:
+        self._shares[job].apart, trouble = self._place(job, needed_bytes)
+        if trouble is not None:
             raise MemoryBudgetError(f"checkpoints need {shown(needed_bytes)} ({formula}), {trouble}")
         self._shares[job].reserved_bytes = needed_bytes
+
+    def has_room(self, job: str, needed_bytes: int) -> bool:
+        """Tell whether all slots of `job` may take `needed_bytes`, those that exist included."""
+        is_within = needed_bytes + self._others_bytes(job) <= self._shares[job].limit_bytes
+        return is_within and self._place(job, needed_bytes)[1] is None
+
+    def used_by(self, job: str) -> int:
+        """Return what the slots of `job` take now."""
+        return self._shares[job].allocated_bytes
 
     def allocate(self, job: str, size_bytes: int) -> bool:
         """Count a file of `size_bytes` that is about to be created for `job`; True if it belongs apart.
@@ -104,7 +114,10 @@ class MemoryBudget:
         share, others = self._shares[job], self._others_bytes(job)
         own = share.allocated_bytes + size_bytes
         needed, trouble = max(share.reserved_bytes, own), None
-        if needed + others > share.limit_bytes or (trouble := self._place(job, needed)) is not None:
+        is_within = needed + others <= share.limit_bytes
+        if is_within:
+            share.apart, trouble = self._place(job, needed)
+        if not is_within or trouble is not None:
             raise MemoryBudgetError(
                 f"a slot of {shown(size_bytes)} does not fit: this job has {shown(share.allocated_bytes)} in slots, "
                 + (trouble or f"other jobs have {shown(others)} and the limit is {shown(share.limit_bytes)}: {_RAISE}")
@@ -145,24 +158,23 @@ class MemoryBudget:
         )
         return [text for text in (lost if self._shares[job].apart else "", self._unlocked) if text]
 
-    def _place(self, job: str, needed_bytes: int) -> str | None:
-        """Decide whether files of `job` that are yet to be made are apart; return why none can be made, or None."""
+    def _place(self, job: str, needed_bytes: int) -> tuple[bool, str | None]:
+        """Return whether files of `job` that are yet to be made are apart, and why none can be made, or None."""
         share, others = self._shares[job], [each for key, each in self._shares.items() if key != job]
         inside = [each for each in others if not each.apart]
         if (missing := needed_bytes - share.allocated_bytes) <= 0:
-            return None
+            return share.apart, None
         fits = needed_bytes + sum(each.committed_bytes for each in inside) <= self._most_bytes
         promised = missing + sum(each.promised_bytes for each in inside)
         if not share.apart and fits and promised <= free_bytes(self._shm_dir):
-            return None
+            return False, None
         promised, available = missing + sum(each.promised_bytes for each in others), psutil.virtual_memory().available
         if promised > available:
-            return (
+            return share.apart, (
                 f"but this host has only {shown(available)} of memory left for the {shown(promised)} that are promised "
                 f"and not allocated yet: end what else uses it, or {FEWER}"
             )
-        share.apart = True
-        return None
+        return True, None
 
     def _others_bytes(self, job: str) -> int:
         return sum(share.committed_bytes for key, share in self._shares.items() if key != job)

@@ -25,12 +25,16 @@ from ..base.fields import Fields
 from ..base.record import RECORD_NAME, JobRecord
 from ..run.commit import Agreed, is_dead
 from ..run.rounds import Round
+from ..run.view import JobView
 from .keeping import is_kept, version_of
 from .memory import FEWER, MemoryBudget
 
 log = logging.getLogger(__name__)
 
 MAX_SLOT_BYTES = 1 << 44
+
+_ROOM_S = 10.0
+"""Longer than a step waits for its slots, which then go on without."""
 
 _T = TypeVar("_T")
 _SLOT_NAME = re.compile(r"rank(\d+)\.\d+\.slot")
@@ -92,8 +96,8 @@ class SlotFile:
 class JobSlots:
     """The slot files of one job on this host, for each rank that it holds one more than committed steps stay in memory.
 
-    While a rank's geometry changes, files of the old one that hold what is committed stay beside these until they may
-    be overwritten.
+    While a rank's geometry changes, files of the old one that hold what is committed are among these until they may
+    be overwritten. Where not all steps have room that should stay, the root hears for how many there is (`keep`).
     """
 
     directory: Path
@@ -106,6 +110,11 @@ class JobSlots:
     """Of replicas that came from other hosts, or from the persistent tier."""
     receiving: defaultdict[int, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
     """Rank → the lock of whoever receives a replica of it: one at a time."""
+    copied_ranks: int = 0
+    """So many are copied while they are persisted."""
+    _room: int | None = None
+    """For how many committed steps there was room when that was looked at last, 0: not for one."""
+    _lent: dict[int, list[SlotFile]] = field(default_factory=dict)
     _files: dict[int, list[SlotFile]] = field(default_factory=dict)
     _geometries: dict[int, Geometry] = field(default_factory=dict)
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -116,9 +125,12 @@ class JobSlots:
         return is_kept(self.directory, self.record)
 
     @property
-    def per_rank(self) -> int:
-        """Files of each rank."""
-        return self.record.keep + 1
+    def keep(self) -> int:
+        """How many committed steps stay here: as many as should, or as there is room for.
+
+        If there is no room for one, no older one need go: that would not help.
+        """
+        return self._room or self.record.keep
 
     @property
     def key(self) -> str:
@@ -185,19 +197,57 @@ class JobSlots:
                 self.budget.found(self.key, file.slot.capacity_bytes)
             self.adopted = True
 
-    async def allocate(self, rank: int, geometry: Geometry, *, agreed: Agreed) -> list[SlotFile]:
-        """Return files of `rank` that have room for `geometry`; those that exist are kept as they are.
+    async def make_room(self, rank: int, geometry: Geometry, *, view: JobView) -> None:
+        """Wait for room for a file of `rank`, if what holds it is older, or being committed, and so may go soon."""
+        self._geometries[rank] = geometry
+        self._look_for_room(view.kept_ranks)
+        view.notify()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ROOM_S):
+                await view.wait_for(lambda: self._room == 0 or self._has_room(rank, geometry, view.agreed))
 
-        While older pairs stay in files of another size there are fewer, at least two: more once those may go.
+    async def allocate(self, rank: int, geometry: Geometry, *, agreed: Agreed) -> list[SlotFile]:
+        """Return files of `rank` that have room for `geometry`; who asked before has only these from now on.
+
+        While pairs stay in files of another size there are fewer, at least one that may be overwritten: more once those
+        may go.
 
         Raises:
             MemoryBudgetError: New files do not fit.
         """
         async with self._changing:
             fitting = self._fitting(rank, geometry, agreed)
-            while len(fitting) < 2 or len(self._files.get(rank, ())) < self.per_rank:
-                fitting.append(await self._create(rank, geometry))
-            return fitting[-self.per_rank :]
+            while len(fitting) <= self.keep:
+                free, count = _free(fitting, agreed), len(self._files.get(rank, ()))
+                if free and count > self.keep:
+                    break
+                try:
+                    fitting.append(await self._create(rank, geometry))
+                except MemoryBudgetError:
+                    if not free or count < 2:
+                        raise
+                    break
+            for file in _free(fitting, agreed)[1:]:
+                if len(self._files[rank]) > self.keep + 1:
+                    self._remove_file(file)
+                    fitting.remove(file)
+            self._lent[rank] = fitting
+            return fitting
+
+    def roomy(self, rank: int, geometry: Geometry) -> Geometry:
+        """Return what to make files of for a state that has grown: half as much again keeps the number of moves small.
+
+        The same where there is no file yet, or no room for as much of each rank.
+        """
+        files = self._files.get(rank, ())
+        if not files or any(file.fits(geometry) for file in files):
+            return geometry
+        more = Geometry(
+            capacity_bytes=geometry.capacity_bytes * 3 // 2,
+            payload_offset=geometry.payload_offset * 3 // 2 // HEADER_BYTES * HEADER_BYTES,
+        )
+        slots = (self.record.keep + 1) * len(self._files) + self.copied_ranks
+        return more if self.budget.has_room(self.key, slots * more.capacity_bytes) else geometry
 
     async def place(self, rank: int, geometry: Geometry, *, agreed: Agreed) -> SlotFile | None:
         """Return a file of `rank` to receive a replica in, marked busy and WRITING; None when all must be kept.
@@ -215,10 +265,9 @@ class JobSlots:
                 if file.stray and file.pair is None and not file.busy:
                     self._remove_file(file)
             fitting = self._fitting(rank, geometry, agreed)
-            free = [file for file in fitting if not file.busy and agreed.may_overwrite(file.pair)]
-            if free:
+            if free := _free(fitting, agreed):
                 file = min(free, key=lambda file: file.pair or Pair(0, 0))
-            elif len(fitting) < self.per_rank:
+            elif len(fitting) <= self.record.keep:
                 file = await self._create(rank, geometry)
             else:
                 return None
@@ -279,7 +328,8 @@ class JobSlots:
         return changed
 
     def clear_dead(self, round_: Round) -> None:
-        """Clear every complete slot of a timeline that `round_` left; no fetch may be running."""
+        """Clear every complete slot of a timeline that `round_` left; no fetch may be running, and no trainer."""
+        self._lent.clear()
         for file in self.files():
             file.pair = _complete_pair(file.slot)
             if file.pair is not None and is_dead(file.pair, round_):
@@ -287,10 +337,13 @@ class JobSlots:
                 file.pair = None
 
     def trim(self, keep: Collection[int], agreed: Agreed) -> None:
-        """Remove all files of ranks that are not in `keep`, and those of an old size once they may be overwritten."""
+        """Remove files of ranks that are not in `keep`, and what is too small, or too much, and may be overwritten."""
+        self._look_for_room(keep)
         for rank, files in list(self._files.items()):
             geometry = self._geometries.get(rank)
-            used = files if geometry is None else [file for file in files if file.fits(geometry)][-self.per_rank :]
+            fitting = files if geometry is None else [file for file in files if file.fits(geometry)]
+            kept = sorted(fitting, key=lambda file: agreed.may_overwrite(file.pair))[: self.keep + 1]
+            used = self._lent.get(rank, kept)
             for file in list(files):
                 outgrown = file not in used and agreed.may_overwrite(file.pair)
                 if not file.busy and (rank not in keep or outgrown):
@@ -353,6 +406,32 @@ class JobSlots:
         self.lost[rank] = f"one was corrupt: {cause}"
         slot.clear()
 
+    def _look_for_room(self, ranks: Collection[int]) -> None:
+        """Learn for how many committed steps of `ranks`, which this host must hold, there is room at their size now."""
+        sizes, others = [0], 0
+        for rank in {*ranks, *self._files}:
+            files, geometry = self._files.get(rank, []), self._geometries.get(rank)
+            if rank not in ranks:
+                others += sum(file.slot.capacity_bytes for file in files)
+                continue
+            fitting = [file.slot.capacity_bytes for file in files if geometry is None or file.fits(geometry)]
+            sizes.append(max([0 if geometry is None else geometry.capacity_bytes, *fitting]))
+        copies_bytes = self.copied_ranks * max(sizes)
+        for room in range(self.record.keep, -1, -1):
+            if not room or self.budget.has_room(self.key, (room + 1) * sum(sizes) + copies_bytes + others):
+                break
+        if room != self._room:
+            log.info("there is room for %d committed steps of %s", room, sorted(ranks))
+        self._room = room
+
+    def _has_room(self, rank: int, geometry: Geometry, agreed: Agreed) -> bool:
+        """Tell whether a capture of `rank` has a file, or one can be made."""
+        free = _free(self._files.get(rank, ()), agreed)
+        going_bytes = sum(file.slot.capacity_bytes for file in free)
+        return any(file.fits(geometry) for file in free) or self.budget.has_room(
+            self.key, self.budget.used_by(self.key) - going_bytes + geometry.capacity_bytes
+        )
+
     def _fitting(self, rank: int, geometry: Geometry, agreed: Agreed) -> list[SlotFile]:
         """Return the files of `rank` that have room for `geometry` and remove the others that may go."""
         self._geometries[rank] = geometry
@@ -402,6 +481,10 @@ class JobSlots:
         self._files[file.rank].remove(file)
         if not self._files[file.rank]:
             del self._files[file.rank]
+
+
+def _free(files: Iterable[SlotFile], agreed: Agreed) -> list[SlotFile]:
+    return [file for file in files if not file.busy and agreed.may_overwrite(file.pair)]
 
 
 async def in_thread(function: Callable[..., _T], *args: Any) -> _T:

@@ -349,13 +349,21 @@ class Sessions:
         self._event(event, rank=trainer.rank, step=step, steps_at_risk=steps_at_risk, reason=reason)
 
     def _reserve(self, estimate_bytes: int, replicas: int) -> None:
-        ranks, own, slots = len(self._view.kept_ranks), len(self._view.own_ranks), self._slots.per_rank
-        copies = 0 if self._spec.policy.persist.target is None else own
+        ranks, own, slots = len(self._view.kept_ranks), len(self._view.own_ranks), self._slots
+        copies = slots.copied_ranks = 0 if self._spec.policy.persist.target is None else own
+
+        def needed_bytes(keep: int) -> int:
+            return host_bytes(estimate_bytes, kept_ranks=ranks, copied_ranks=copies, keep=keep)
+
+        keep = slots.record.keep
+        if self._view.committed is not None:
+            # A state that has grown since the run began goes on with fewer older steps.
+            keep = next((few for few in range(keep, 1, -1) if slots.budget.has_room(slots.key, needed_bytes(few))), 1)
         persisting = f", and {copies} copies while they are persisted" if copies else ""
-        self._slots.budget.reserve(
-            self._slots.key,
-            needed_bytes=host_bytes(estimate_bytes, kept_ranks=ranks, copied_ranks=copies, keep=slots - 1),
-            formula=f"{slots} slots * {ranks} ranks held here * {estimate_bytes} bytes{persisting}; "
+        slots.budget.reserve(
+            slots.key,
+            needed_bytes=needed_bytes(keep),
+            formula=f"{keep + 1} slots * {ranks} ranks held here * {estimate_bytes} bytes{persisting}; "
             f"{own} own rank{'s' * (own != 1)}, {replicas} replica{'s' * (replicas != 1)}",
         )
 

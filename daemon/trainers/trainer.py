@@ -63,7 +63,11 @@ class Trainer:
         """
         self._check_current()
         await self.replicator.lend(self.rank)
+        geometry = self.slots.roomy(self.rank, geometry)
+        await self.slots.make_room(self.rank, geometry, view=self.view)
+        self._check_current()
         files = await self.slots.allocate(self.rank, geometry, agreed=self.view.agreed)
+        self.view.notify()  # others may wait for what went
         return {"paths": [str(file.slot.path) for file in files]}
 
     async def restore(self) -> dict[str, Any]:

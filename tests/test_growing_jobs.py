@@ -1,0 +1,116 @@
+"""Real runs whose state grows where memory is short: the older steps in memory give way, and commits go on."""
+
+import re
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, kill, wait_until
+from gated import on_etcd
+from test_rollback import rollback
+
+from resilient_run.daemon.tier.tier import Tier
+
+pytestmark = pytest.mark.jobs
+
+SCRIPT = Path(__file__).parent / "growing_trainer.py"
+
+
+class Growing:
+    """One run of `growing_trainer.py` on some hosts."""
+
+    def __init__(
+        self, root: Path, endpoint: str, sizes: list[str], *, nnodes: int, memory: str, settings: str = ""
+    ) -> None:
+        self.cluster, self.gate, self.endpoint = Cluster(root), root / "end", endpoint
+        (root / "rr.toml").write_text(settings or "[replication]\nkeep = 2\nkeep_every = 3\n")
+        self.hosts = [self.cluster.host(name) for name in "ab"[:nnodes]]
+        options = on_etcd(endpoint, self.cluster.name, nnodes=nnodes, nproc=2 // nnodes)
+        for host in self.hosts:
+            host.launch(
+                [*options, "--rr-config", str(root / "rr.toml"), "--rr-memory", memory],
+                [str(SCRIPT), str(self.gate), *sizes],
+            )
+
+    def await_commit(self, step: int) -> None:
+        """Wait until `step` or a later one is committed."""
+        wait_until(
+            lambda: self.hosts[0].committed_step() >= step,
+            timeout_s=60,
+            what=lambda: f"step {step}, at {self.hosts[0].committed_step()}\n" + self.output,
+        )
+
+    def in_memory(self) -> list[int]:
+        """Return the steps to which the run can go back in memory."""
+        _, listed = rollback(self.cluster.name, self.endpoint, 999_999, run_dir=self.hosts[0].run_dir)
+        found = re.search(r"these are: (.*) in memory", listed)
+        assert found is not None, listed
+        return [int(step) for step in found[1].split(", ")]
+
+    def restored(self) -> int:
+        """Return the step that a rank restored last."""
+        return max((line["time"], line["restored"]) for line in list(self.hosts[0].lines))[1]
+
+    def end(self) -> None:
+        """Let the script end, and see that it ends well."""
+        self.gate.touch()
+        assert [host.wait() for host in self.hosts] == [0] * len(self.hosts), self.output
+
+    @property
+    def output(self) -> str:
+        """What all launchers printed."""
+        return "".join(host.output for host in self.hosts)
+
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+@pytest.mark.parametrize(
+    "sizes", [["0:0:4", "0:25:8", "1:0:4", "1:25:8"], ["0:0:4", "0:25:10", "1:0:4"]], ids=["all", "one"]
+)
+def test_older_steps_give_way_to_a_state_that_grows(
+    tmp_path: Path, etcd_endpoint: str, nnodes: int, sizes: list[str]
+) -> None:
+    """Three slots of 4 MiB for each of two ranks have room, and of larger ones two for each rank."""
+    run = Growing(tmp_path, etcd_endpoint, sizes, nnodes=nnodes, memory="36M")
+    try:
+        run.await_commit(12)
+        older, _ = run.in_memory()
+        run.await_commit(45)
+        assert len(run.in_memory()) == 1
+        code, refused = rollback(run.cluster.name, etcd_endpoint, older, run_dir=run.hosts[0].run_dir)
+        assert code == 1
+        assert f"step {older} is not at hand" in refused
+        committed = run.hosts[0].committed_step()
+        kill(run.hosts[0].pids()[0])
+        run.await_commit(committed + 10)
+        assert run.restored() >= committed
+        assert len(run.in_memory()) == 1
+        run.end()
+    finally:
+        run.cluster.close()
+
+
+def test_a_run_goes_back_to_an_older_step_beside_a_state_that_grows(tmp_path: Path, etcd_endpoint: str) -> None:
+    """What it goes back to is smaller than what is in memory, grows again, and is persisted all the while."""
+    sizes = ["0:0:2", "0:30:3", "0:60:6", "1:0:2", "1:30:3", "1:60:6"]
+    tier = f'[persist]\ntarget = "{tmp_path / "tier"}"\nevery_steps = 10\nevery_s = 0\n'
+    settings = f"[replication]\nkeep = 3\nkeep_every = 2\n\n{tier}"
+    run = Growing(tmp_path, etcd_endpoint, sizes, nnodes=2, memory="38M", settings=settings)
+    try:
+        run.await_commit(20)
+        older, *_ = run.in_memory()
+        code, output = rollback(run.cluster.name, etcd_endpoint, older, "--timeout", "60", run_dir=run.hosts[0].run_dir)
+        assert code == 0 or "is not at hand" in output, output
+        if code == 0:
+            assert run.restored() == older
+        run.await_commit(50)
+        assert len(run.in_memory()) > 1
+        run.await_commit(80)
+        assert len(run.in_memory()) == 1
+        wait_until(
+            lambda: Tier(str(tmp_path / "tier"), run.cluster.name).published()[-1].step > 60,
+            timeout_s=60,
+            what="a published step of the last size",
+            host=run.hosts[0],
+        )
+        run.end()
+    finally:
+        run.cluster.close()
