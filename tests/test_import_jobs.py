@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from cluster import ENDLESS, TINY, Cluster, Host, wait_until
+from cluster import ENDLESS, Cluster, Host, wait_until
 from launchers import run_trainers
 
 from resilient_run.daemon.ctl.cli import resilientctl
@@ -37,7 +37,7 @@ def digests(lines: list[dict[str, object]]) -> list[tuple[object, object]]:
 def test_export_and_import_change_nothing(cluster: Cluster, tmp_path: Path) -> None:
     """Half of a training is exported from the tier; a new run begins with that and ends like an undisturbed one."""
     # With a pause after each step, in which what was committed is published before the end.
-    script = [ENDLESS[0], "--steps", "16", "--seed", "7", "--json", *TINY]
+    script = [*ENDLESS, "--steps", "16"]
     config = tmp_path / "run.toml"
     config.write_text(f'[persist]\ntarget = "{tmp_path}/tier"\nevery_steps = 4\nevery_s = 0\n')
     first, second = cluster.host("first"), cluster.host("second")
