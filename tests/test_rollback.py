@@ -44,6 +44,21 @@ def rollback(
     return done.exit_code, done.output
 
 
+def run_to_6(hosts: Hosts) -> list[Any]:
+    """Start ranks that commit six steps, of which every second is published before there are later ones."""
+    trainers, published = hosts.run("ab"), list[list[int]]()
+    for step in (2, 4, 6):
+        hosts.commit(trainers, [step - 1, step])
+        published.append([1, step])
+
+        def is_published() -> bool:
+            entry = hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}state/persisted"))
+            return entry is not None and entry.value == {"pairs": published}
+
+        wait_until(is_published, timeout_s=60, what=f"step {step} to be published")
+    return trainers
+
+
 def test_all_go_back_and_nothing_later_counts(hosts: Hosts, etcd_config: EtcdConfig) -> None:
     """A capture that is complete when the order comes is not committed over it, nor is a later step restored again."""
     target = hosts.policy["persist"]["target"]
@@ -53,10 +68,7 @@ def test_all_go_back_and_nothing_later_counts(hosts: Hosts, etcd_config: EtcdCon
         entry = hosts.etcd(lambda etcd: etcd.get(hosts.prefix + name))
         return None if entry is None else entry.value
 
-    trainers = hosts.run("ab")
-    hosts.commit(trainers, [1, 2, 3, 4, 5, 6])
-    pairs = [[1, 2], [1, 4], [1, 6]]
-    wait_until(lambda: key("state/persisted") == {"pairs": pairs}, timeout_s=60, what="published steps")
+    trainers = run_to_6(hosts)
     # A storage that lets nothing be taken back.
     planted = Path(target) / hosts.run_id / "1-6" / "manifest.refused.json"
     (planted / "manifest.json").mkdir(parents=True)
@@ -77,7 +89,7 @@ def test_all_go_back_and_nothing_later_counts(hosts: Hosts, etcd_config: EtcdCon
     wait_until(lambda: (1, 7) in hosts["b"].held().get(1, ()), timeout_s=30, what="the capture of rank 1")
     assert tier.published() == [(1, 2), (1, 4)]
     assert hosts.watermark() == (1, 4)
-    assert key("state/persisted") == {"pairs": pairs[:2]}
+    assert key("state/persisted") == {"pairs": [[1, 2], [1, 4]]}
     assert key("state/watermark/persist") is None
     assert key("rdzv/committed") == {"world_size": 2}
     trainers = hosts.run("ab", generation=2)
@@ -88,7 +100,9 @@ def test_all_go_back_and_nothing_later_counts(hosts: Hosts, etcd_config: EtcdCon
     assert answers == [(0, answers[0][1])]
     assert f"run {hosts.run_id!r} went back to step 4: generation 2 has committed step " in answers[0][1]
     wait_until(
-        lambda: key("state/persisted") == {"pairs": [*pairs[:2], [2, 6]]}, timeout_s=60, what="the next published step"
+        lambda: key("state/persisted") == {"pairs": [[1, 2], [1, 4], [2, 6]]},
+        timeout_s=60,
+        what="the next published step",
     )
     kinds = [failure["kind"] for failure in key("root/failures")["failures"]]
     assert kinds == ["rollback"]
@@ -98,14 +112,7 @@ def test_all_go_back_and_nothing_later_counts(hosts: Hosts, etcd_config: EtcdCon
 def test_a_daemon_that_outlives_the_run_commits_nothing_over_it(hosts: Hosts, etcd_config: EtcdConfig, to: int) -> None:
     """Launchers that come later have put something right: failures so far count no more, and the round is the same."""
     target = hosts.policy["persist"]["target"]
-    trainers = hosts.run("ab")
-    hosts.commit(trainers, [1, 2, 3, 4, 5, 6])
-    wait_until(lambda: len(Tier(target, hosts.run_id).published()) == 3, timeout_s=60, what="published steps")
-    wait_until(
-        lambda: hosts.etcd(lambda etcd: etcd.get(f"{hosts.prefix}state/persisted")).value["pairs"][-1] == [1, 6],
-        timeout_s=60,
-        what="etcd to hear of it",
-    )
+    trainers = run_to_6(hosts)
     trainers[0].capture(7)
 
     async def decided(etcd: Etcd) -> dict[str, int]:
