@@ -115,7 +115,14 @@ BENCHMARKS: Final = (
     Benchmark(
         script="benchmarks/straggler.py",
         also=JOB,
-        results=(Result(name="straggler", arguments="--quiet-minutes 8", minutes=25),),
+        results=(
+            Result(name="straggler", arguments="--factors 1.15 1.3 --quiet-minutes 0.5", minutes=12),
+            Result(
+                name="straggler-noise",
+                arguments="--batch 256 --factors 1.3 --injections 1 --quiet-minutes 60",
+                minutes=64,
+            ),
+        ),
     ),
     Benchmark(
         script="benchmarks/recovery_phases.py",
