@@ -20,7 +20,7 @@ from typing import Final, Literal
 import numpy as np
 import torch
 
-from ..errors import CheckpointError, DaemonError, SlotSizeError
+from ..errors import CheckpointError, DaemonError, MemoryBudgetError, SlotSizeError
 from ..format.digests import Digester, Hashes
 from ..format.manifest import encode, object_name
 from ..format.pair import Pair
@@ -368,7 +368,7 @@ class Capturer:
                 _log.exception("the capture of step %d failed", capture.step)
                 with self._changed:
                     if action == "allocate":
-                        self._refused, self._refused_s = capture.plan, time.monotonic()
+                        self._refused, self._refused_s, self._stale = capture.plan, time.monotonic(), True
                     if capture.phase is not _Phase.STAGING:
                         self._skip(capture)
             finally:
@@ -463,7 +463,10 @@ class Capturer:
         payload_bytes = capture.plan.layout.payload_bytes
         if self._slots.fits(manifest_bytes, payload_bytes):
             first = self._slots.slots[0].slot
-            return self._lend(first.payload_offset, first.capacity_bytes)
+            try:
+                return self._lend(first.payload_offset, first.capacity_bytes)
+            except MemoryBudgetError:  # the state has shrunk: what it needs now may have room beside a larger slot
+                return self._lend(first.payload_offset, first.payload_offset + payload_bytes)
         preferred_offset = 0 if self._slots.slots else self._preferred_offset
         return self._lend(*plan_layout(manifest_bytes, payload_bytes, preferred_offset=preferred_offset))
 
@@ -477,6 +480,7 @@ class Capturer:
     def _refuse(self, capture: _Capture, error: CheckpointError | OSError) -> None:
         with self._changed:
             self._refused, self._refused_s = capture.plan, time.monotonic()
+            self._stale = True  # the daemon has removed what was too small and free; a smaller state may fit again
             if not self._slots.slots:
                 if isinstance(error, SlotSizeError):
                     # No restart cures this one: the launcher shall not try.
