@@ -263,7 +263,7 @@ class Capturer:
         A state that grows with every step would else never have slots before the step after it.
         """
         first = not self._slots.slots
-        if not first and (not self._outgrown(capture) or self._patience_spent):
+        if not first and (not self._outgrown(capture) or self._patience_spent or self._slots.uncommitted is not None):
             return
         arrived = self._changed.wait_for(
             lambda: (
@@ -396,7 +396,9 @@ class Capturer:
         return "allocate" if allocates and (capture.phase is _Phase.PENDING or self._slots.slots) else None
 
     def _must_allocate(self, capture: _Capture) -> bool:
-        return capture.plan is not self._refused and (self._stale or self._outgrown(capture))
+        # Larger slots once they can be used: until then the commit that is awaited may need the room.
+        outgrown = self._slots.uncommitted is None and self._outgrown(capture)
+        return capture.plan is not self._refused and (self._stale or outgrown)
 
     def _outgrown(self, capture: _Capture) -> bool:
         return not self._slots.fits(len(capture.plan.tensors), capture.plan.layout.payload_bytes)
@@ -461,7 +463,9 @@ class Capturer:
         """Return the paths of slots that the daemon has for captures like `capture`."""
         manifest_bytes = len(capture.manifest) + capture.digester.encoded_bytes
         payload_bytes = capture.plan.layout.payload_bytes
-        if self._slots.fits(manifest_bytes, payload_bytes):
+        with self._changed:
+            waits = self._slots.uncommitted is not None
+        if self._slots.slots and (waits or self._slots.fits(manifest_bytes, payload_bytes)):
             first = self._slots.slots[0].slot
             try:
                 return self._lend(first.payload_offset, first.capacity_bytes)
