@@ -833,6 +833,24 @@ def test_growing_state_gets_larger_slots(daemon: SoloDaemon) -> None:
         assert _newest(daemon)[1]["values"]["note"] == "long" * 50_000
 
 
+def test_larger_slots_are_asked_for_once_they_can_be_used(daemon: SoloDaemon) -> None:
+    """While a capture is being committed its replicas may need the room, and it may never be without them."""
+    with Checkpointer(data=torch.zeros(10)) as ckpt:
+        ckpt.restore()
+        ckpt.step()
+        assert is_committed(ckpt)
+        daemon.frozen = True
+        ckpt.step()
+        assert ckpt.wait(30)
+        ckpt.values["data"] = torch.ones(CHUNK_BYTES)
+        ckpt.step()
+        assert sum(message["op"] == "allocate" for message in daemon.seen) == 1
+        daemon.frozen = False
+        daemon.commit(1, 2)
+        assert ckpt.wait(30)
+        assert _newest(daemon)[0] == 3
+
+
 def test_growth_that_is_refused_is_skipped_and_logged(daemon: SoloDaemon, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(data=torch.zeros(10)) as ckpt:
         ckpt.restore()

@@ -88,6 +88,20 @@ def test_older_steps_give_way_to_a_state_that_grows(
         run.cluster.close()
 
 
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_commits_go_on_when_a_state_shrinks_that_had_no_room(tmp_path: Path, etcd_endpoint: str, nnodes: int) -> None:
+    """There is room for one larger slot, if at all, until each rank goes back to its size of before."""
+    sizes = [f"{rank}:{step}:{mib}" for rank in (0, 1) for step, mib in ((0, 1), (20, 8), (40, 1))]
+    settings = "[replication]\nkeep = 1\n"
+    run = Growing(tmp_path, etcd_endpoint, sizes, nnodes=nnodes, memory="14M", settings=settings)
+    try:
+        run.await_commit(60)
+        assert "no slots of the size that captures need now" in run.output
+        run.end()
+    finally:
+        run.cluster.close()
+
+
 def test_a_run_goes_back_to_an_older_step_beside_a_state_that_grows(tmp_path: Path, etcd_endpoint: str) -> None:
     """What it goes back to is smaller than what is in memory, grows again, and is persisted all the while."""
     sizes = ["0:0:2", "0:30:3", "0:60:6", "1:0:2", "1:30:3", "1:60:6"]

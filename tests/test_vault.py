@@ -217,6 +217,22 @@ def test_older_pairs_go_for_others_and_what_is_lent_stays(shm_dir: Path) -> None
     asyncio.run(scenario())
 
 
+def test_what_is_being_lent_is_not_trimmed(shm_dir: Path) -> None:
+    async def scenario() -> None:
+        slots = open_vault(shm_dir).open(record())
+        await slots.allocate(3, SMALL, agreed=said(None))
+        lending = asyncio.create_task(slots.allocate(3, LARGE, agreed=said(None)))
+        while not lending.done():
+            slots.trim({3}, said(None))
+            await asyncio.sleep(0)
+        lent = await lending
+        assert len(lent) == 2
+        assert all(file.slot.path.exists() for file in lent)
+        assert list(slots.files()) == lent
+
+    asyncio.run(scenario())
+
+
 def test_round_clears_what_it_did_not_restore(shm_dir: Path) -> None:
     async def scenario() -> None:
         slots = open_vault(shm_dir).open(record())

@@ -20,7 +20,7 @@ from typing import Final, Literal
 import numpy as np
 import torch
 
-from ..errors import CheckpointError, DaemonError, SlotSizeError
+from ..errors import CheckpointError, DaemonError, MemoryBudgetError, SlotSizeError
 from ..format.digests import Digester, Hashes
 from ..format.manifest import encode, object_name
 from ..format.pair import Pair
@@ -263,7 +263,7 @@ class Capturer:
         A state that grows with every step would else never have slots before the step after it.
         """
         first = not self._slots.slots
-        if not first and (not self._outgrown(capture) or self._patience_spent):
+        if not first and (not self._outgrown(capture) or self._patience_spent or self._slots.uncommitted is not None):
             return
         arrived = self._changed.wait_for(
             lambda: (
@@ -368,7 +368,7 @@ class Capturer:
                 _log.exception("the capture of step %d failed", capture.step)
                 with self._changed:
                     if action == "allocate":
-                        self._refused, self._refused_s = capture.plan, time.monotonic()
+                        self._refused, self._refused_s, self._stale = capture.plan, time.monotonic(), True
                     if capture.phase is not _Phase.STAGING:
                         self._skip(capture)
             finally:
@@ -396,7 +396,9 @@ class Capturer:
         return "allocate" if allocates and (capture.phase is _Phase.PENDING or self._slots.slots) else None
 
     def _must_allocate(self, capture: _Capture) -> bool:
-        return capture.plan is not self._refused and (self._stale or self._outgrown(capture))
+        # Larger slots once they can be used: until then the commit that is awaited may need the room.
+        outgrown = self._slots.uncommitted is None and self._outgrown(capture)
+        return capture.plan is not self._refused and (self._stale or outgrown)
 
     def _outgrown(self, capture: _Capture) -> bool:
         return not self._slots.fits(len(capture.plan.tensors), capture.plan.layout.payload_bytes)
@@ -461,9 +463,14 @@ class Capturer:
         """Return the paths of slots that the daemon has for captures like `capture`."""
         manifest_bytes = len(capture.manifest) + capture.digester.encoded_bytes
         payload_bytes = capture.plan.layout.payload_bytes
-        if self._slots.fits(manifest_bytes, payload_bytes):
+        with self._changed:
+            waits = self._slots.uncommitted is not None
+        if self._slots.slots and (waits or self._slots.fits(manifest_bytes, payload_bytes)):
             first = self._slots.slots[0].slot
-            return self._lend(first.payload_offset, first.capacity_bytes)
+            try:
+                return self._lend(first.payload_offset, first.capacity_bytes)
+            except MemoryBudgetError:  # the state has shrunk: what it needs now may have room beside a larger slot
+                return self._lend(first.payload_offset, first.payload_offset + payload_bytes)
         preferred_offset = 0 if self._slots.slots else self._preferred_offset
         return self._lend(*plan_layout(manifest_bytes, payload_bytes, preferred_offset=preferred_offset))
 
@@ -477,6 +484,7 @@ class Capturer:
     def _refuse(self, capture: _Capture, error: CheckpointError | OSError) -> None:
         with self._changed:
             self._refused, self._refused_s = capture.plan, time.monotonic()
+            self._stale = True  # the daemon has removed what was too small and free; a smaller state may fit again
             if not self._slots.slots:
                 if isinstance(error, SlotSizeError):
                     # No restart cures this one: the launcher shall not try.

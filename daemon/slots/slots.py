@@ -216,7 +216,8 @@ class JobSlots:
             MemoryBudgetError: New files do not fit.
         """
         async with self._changing:
-            fitting = self._fitting(rank, geometry, agreed)
+            # Before the first is made: meanwhile others of them may be trimmed, not these.
+            self._lent[rank] = fitting = self._fitting(rank, geometry, agreed)
             while len(fitting) <= self.keep:
                 free, count = _free(fitting, agreed), len(self._files.get(rank, ()))
                 if free and count > self.keep:
@@ -231,7 +232,6 @@ class JobSlots:
                 if len(self._files[rank]) > self.keep + 1:
                     self._remove_file(file)
                     fitting.remove(file)
-            self._lent[rank] = fitting
             return fitting
 
     def roomy(self, rank: int, geometry: Geometry) -> Geometry:
