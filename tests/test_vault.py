@@ -164,20 +164,24 @@ def test_older_pairs_survive_a_change_of_geometry(shm_dir: Path) -> None:
 
 
 def test_a_state_that_grows_gets_more_where_as_much_has_room_of_each_rank(shm_dir: Path) -> None:
-    async def scenario(limit_bytes: int) -> Geometry:
+    async def scenario(limit_bytes: int, other: Geometry = SMALL) -> Geometry:
         vault = open_vault(shm_dir)
         slots = vault.open(replace(record(), run_id=str(limit_bytes)))
         slots.budget.limit(slots.key, limit_bytes)
-        for rank in (3, 4):
-            assert slots.roomy(rank, SMALL) == SMALL, "there is none yet"
-            await slots.allocate(rank, SMALL, agreed=said(None))
-            assert slots.roomy(rank, SMALL) == SMALL, "it is large enough"
-        return slots.roomy(4, LARGE)
+        for rank, own in ((3, other), (4, SMALL)):
+            assert slots.roomy(rank, own, ranks=(3, 4)) == own, "there is none yet"
+            await slots.allocate(rank, own, agreed=said(None))
+            assert slots.roomy(rank, own, ranks=(3, 4)) == own, "it is large enough"
+        return slots.roomy(4, LARGE, ranks=(3, 4))
 
     more = asyncio.run(scenario(6 * LARGE.capacity_bytes))
     assert more.capacity_bytes == LARGE.capacity_bytes * 3 // 2
     assert more.payload_offset > LARGE.payload_offset
     assert asyncio.run(scenario(6 * LARGE.capacity_bytes - 1)) == LARGE
+    large = Geometry(capacity_bytes=4 * LARGE.capacity_bytes, payload_offset=OFFSET)
+    both_bytes = 2 * (large.capacity_bytes + more.capacity_bytes)
+    assert asyncio.run(scenario(both_bytes, large)) == more
+    assert asyncio.run(scenario(both_bytes - 1, large)) == LARGE, "it would take the room of the larger rank"
 
 
 def test_older_pairs_go_for_others_and_what_is_lent_stays(shm_dir: Path) -> None:

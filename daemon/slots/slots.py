@@ -234,10 +234,11 @@ class JobSlots:
                     fitting.remove(file)
             return fitting
 
-    def roomy(self, rank: int, geometry: Geometry) -> Geometry:
+    def roomy(self, rank: int, geometry: Geometry, *, ranks: Collection[int]) -> Geometry:
         """Return what to make files of for a state that has grown: half as much again keeps the number of moves small.
 
-        The same where there is no file yet, or no room for as much of each rank.
+        The same where there is no file yet, or no room for all steps that should stay if each of `ranks`, which this
+        host must hold, has as much.
         """
         files = self._files.get(rank, ())
         if not files or any(file.fits(geometry) for file in files):
@@ -246,8 +247,8 @@ class JobSlots:
             capacity_bytes=geometry.capacity_bytes * 3 // 2,
             payload_offset=geometry.payload_offset * 3 // 2 // HEADER_BYTES * HEADER_BYTES,
         )
-        slots = (self.record.keep + 1) * len(self._files) + self.copied_ranks
-        return more if self.budget.has_room(self.key, slots * more.capacity_bytes) else geometry
+        needed_bytes = self._needed_bytes(ranks, self.record.keep, least_bytes=more.capacity_bytes)
+        return more if self.budget.has_room(self.key, needed_bytes) else geometry
 
     async def place(self, rank: int, geometry: Geometry, *, agreed: Agreed) -> SlotFile | None:
         """Return a file of `rank` to receive a replica in, marked busy and WRITING; None when all must be kept.
@@ -408,6 +409,15 @@ class JobSlots:
 
     def _look_for_room(self, ranks: Collection[int]) -> None:
         """Learn for how many committed steps of `ranks`, which this host must hold, there is room at their size now."""
+        for room in range(self.record.keep, -1, -1):
+            if not room or self.budget.has_room(self.key, self._needed_bytes(ranks, room)):
+                break
+        if room != self._room:
+            log.info("there is room for %d committed steps of %s", room, sorted(ranks))
+        self._room = room
+
+    def _needed_bytes(self, ranks: Collection[int], keep: int, *, least_bytes: int = 0) -> int:
+        """Return what so many committed steps of `ranks` take at their size now, and the files of others."""
         sizes, others = [0], 0
         for rank in {*ranks, *self._files}:
             files, geometry = self._files.get(rank, []), self._geometries.get(rank)
@@ -415,14 +425,8 @@ class JobSlots:
                 others += sum(file.slot.capacity_bytes for file in files)
                 continue
             fitting = [file.slot.capacity_bytes for file in files if geometry is None or file.fits(geometry)]
-            sizes.append(max([0 if geometry is None else geometry.capacity_bytes, *fitting]))
-        copies_bytes = self.copied_ranks * max(sizes)
-        for room in range(self.record.keep, -1, -1):
-            if not room or self.budget.has_room(self.key, (room + 1) * sum(sizes) + copies_bytes + others):
-                break
-        if room != self._room:
-            log.info("there is room for %d committed steps of %s", room, sorted(ranks))
-        self._room = room
+            sizes.append(max([least_bytes, 0 if geometry is None else geometry.capacity_bytes, *fitting]))
+        return (keep + 1) * sum(sizes) + self.copied_ranks * max(sizes) + others
 
     def _has_room(self, rank: int, geometry: Geometry, agreed: Agreed) -> bool:
         """Tell whether a capture of `rank` has a file, or one can be made."""

@@ -63,7 +63,7 @@ class Trainer:
         """
         self._check_current()
         await self.replicator.lend(self.rank)
-        geometry = self.slots.roomy(self.rank, geometry)
+        geometry = self.slots.roomy(self.rank, geometry, ranks=self.view.kept_ranks)
         await self.slots.make_room(self.rank, geometry, view=self.view)
         self._check_current()
         files = await self.slots.allocate(self.rank, geometry, agreed=self.view.agreed)
