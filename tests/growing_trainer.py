@@ -1,9 +1,13 @@
-"""A script whose state changes its size: `growing_trainer.py GATE RANK:STEP:MIB…`; it ends once the gate is a file."""
+"""A script whose state changes its size: `growing_trainer.py GATE RANK:STEP:MIB…`; it ends once the gate is a file.
+
+No step is made from that on which GATE.held has, if it is a file.
+"""
 
 import json
 import os
 import sys
 import time
+from math import inf
 from pathlib import Path
 
 import torch
@@ -30,6 +34,14 @@ class Grown:
         self.state = state["state"]
 
 
+def held(gate: Path) -> float:
+    """Return the step that is not made for now."""
+    try:
+        return float(gate.with_suffix(".held").read_text() or "inf")
+    except FileNotFoundError:
+        return inf
+
+
 def main() -> None:
     gate, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     rows = [tuple(map(int, text.split(":"))) for text in sys.argv[2:]]
@@ -42,6 +54,8 @@ def main() -> None:
             assert torch.equal(found, grown.state), f"rank {rank} restored another state at step {begun}"
         print(json.dumps({"restored": begun, "rank": rank, "pid": os.getpid(), "time": time.time()}), flush=True)
         for step in range(begun + 1, 100_000):
+            while step >= held(gate):
+                time.sleep(0.01)
             grown.make(step)
             time.sleep(0.05)
             checkpointer.step(step)

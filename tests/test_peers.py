@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cluster import wait_until
 from etcd_process import EtcdProcess, ask
-from hosts import TOPOLOGY, Client, Hosts, payload, publish, restored_bytes, wait_for_watermark
+from hosts import PAYLOAD_BYTES, TOPOLOGY, Client, Hosts, payload, publish, restored_bytes, wait_for_watermark
 from peer_talk import dial, hello, identity_of, listening, peer_address, some_identity, was_closed
 from proxy import Proxy
 
@@ -414,3 +414,23 @@ def test_bytes_restored_from_a_peer_are_the_captured_ones(hosts: Hosts) -> None:
             assert len(trainer.paths) == slot + 1
             trainer.capture(step, slot=slot)
         wait_for_watermark(trainers, (2, step))
+
+
+def test_a_replica_without_room_gives_way_to_a_later_capture(hosts: Hosts) -> None:
+    """Each host has room for its own larger capture, but not for the other's beside it: all waited for ever."""
+    slot_bytes, larger = sum(plan_layout(1, PAYLOAD_BYTES)), 4 * PAYLOAD_BYTES
+    trainers = hosts.run("ab", memory_limit_bytes=8 * slot_bytes)
+    hosts.commit(trainers, [1])
+    for trainer in trainers:
+        trainer.allocate(payload_bytes=larger)
+        slot = Slot.open(trainer.paths[0], writable=True)
+        publish(slot, run_id=hosts.run_id, rank=trainer.rank, world_size=2, pair=(1, 2), size_bytes=larger)
+        slot.close()
+        trainer.notify("complete", path=trainer.paths[0], generation=1, step=2)
+    for trainer in trainers:
+        wait_until(
+            lambda trainer=trainer: (trainer.next() or (1, 0)) > (1, 2), timeout_s=30, what=lambda: hosts["b"].log
+        )
+    for trainer in trainers:
+        trainer.capture(5, slot=0)
+    wait_for_watermark(trainers, (1, 5))

@@ -201,7 +201,7 @@ def outlives(run: Run, systemctl: Callable[..., str], service: str) -> None:
     """Kill and restart the service under the run, which goes on where it was."""
     pid = partial(systemctl, "show", service, "--property=MainPID", "--value")
     run.train_to(3)
-    for command in (("kill", "--signal=KILL", service), ("restart", service)):
+    for command in (("kill", "--kill-whom=main", "--signal=KILL", service), ("restart", service)):
         before = pid()
         systemctl(*command)
         wait_until(lambda before=before: pid() not in (before, "0\n"), timeout_s=60, what="a restart")

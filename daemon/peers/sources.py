@@ -159,8 +159,7 @@ class Sources:
             SlotError: What came is not what was announced.
             MemoryBudgetError: There is no room for a slot.
         """
-        await self._slots.make_room(rank, geometry, view=self._view)
-        file = await self._slots.place(rank, geometry, agreed=agreed.or_later(self._view.agreed))
+        file = await self._slots.receive(rank, pair, geometry, agreed=agreed, view=self._view)
         if file is None:
             return False
         try:

@@ -48,7 +48,7 @@ class JobView:
         sign_here: The sign of life of the ranks of this host (`HangDetector.sign`).
         signs: Host → the same of the others.
         done: Generation and newest step that an own rank has completed, None before the first.
-        missed: The next capture that an own rank has missed last, None while none has.
+        missed: The next capture that an own rank has missed last, or that has no room here; None while none has.
         work: Own rank → what it has computed in this generation.
         unhealthy_here: Uncommitted steps that own ranks call unhealthy.
         unhealthy: Steps because of which the run went back.
@@ -104,6 +104,12 @@ class JobView:
     def agreed(self) -> Agreed:
         """What is committed, and what is captured next."""
         return Agreed.of(self.round, self.watermark, self.next, self.older)
+
+    def miss(self, missed: Missed) -> None:
+        """Let the root hear that what is captured next will never be committed."""
+        known = self.missed
+        if known is None or (known.next, known.step) < (missed.next, missed.step):
+            self.missed = missed
 
     @property
     def every(self) -> int:

@@ -338,9 +338,7 @@ class Sessions:
         """Let the root hear that `trainer`, at `step`, will never have captured the first step from `next_` on."""
         log.debug("rank %d has missed the capture from step %d on at step %d", trainer.rank, next_, step)
         self._missed_captures += 1
-        missed, known = Missed(next=Pair(trainer.generation, next_), step=step, late=late), self._view.missed
-        if known is None or (known.next, known.step) < (missed.next, missed.step):
-            self._view.missed = missed
+        self._view.miss(Missed(next=Pair(trainer.generation, next_), step=step, late=late))
 
     def _protection(self, trainer: Trainer, *, step: int, steps_at_risk: int, reason: str) -> None:
         """Note that commits do not keep up with training, and why; without a reason they do again."""
