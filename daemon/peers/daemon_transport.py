@@ -12,7 +12,7 @@ from resilient_run.ckpt.format.pair import Pair
 from resilient_run.ckpt.format.slot import SlotHeader
 
 from ..base.codec import Record, limited
-from ..run.commit import Agreed
+from ..run.commit import Agreed, Missed
 from ..run.observation import Observation
 from ..run.view import JobView
 from ..slots.slots import Geometry, JobSlots, SlotFile
@@ -144,6 +144,8 @@ class DaemonTransport:
             log.info("offer of rank %d %s failed, it will be repeated: %s", rank, pair, error)
         except MemoryBudgetError as error:
             self._find_room(rank, error)
+            if pair >= self.view.agreed.next:  # all capture a later step, which may be smaller
+                self.view.miss(Missed(next=self.view.agreed.next, step=pair.step, late=False))
         finally:
             if self._offered.get(rank) == pair:
                 del self._offered[rank]

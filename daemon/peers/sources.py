@@ -159,7 +159,8 @@ class Sources:
             SlotError: What came is not what was announced.
             MemoryBudgetError: There is no room for a slot.
         """
-        file = await self._slots.receive(rank, pair, geometry, agreed=agreed, view=self._view)
+        await self._slots.make_room(rank, geometry, view=self._view)
+        file = await self._slots.place(rank, geometry, agreed=agreed.or_later(self._view.agreed))
         if file is None:
             return False
         try:

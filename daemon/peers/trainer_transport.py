@@ -147,7 +147,8 @@ class TrainerTransport:
             self.supersede(rank)
             if self.slots.find(rank, pair) is not None:
                 return {"path": None, "held": True}
-            file = await self.slots.receive(rank, pair, geometry, agreed=self.view.agreed, view=self.view)
+            await self.slots.make_room(rank, geometry, view=self.view)
+            file = await self.slots.place(rank, geometry, agreed=self.view.agreed)
             if file is None:
                 return {"path": None, "held": False}
             if self.view.generation != pair[0]:

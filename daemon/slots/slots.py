@@ -23,7 +23,7 @@ from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, SlotHeader
 from ..base.codec import Record, limited
 from ..base.fields import Fields
 from ..base.record import RECORD_NAME, JobRecord
-from ..run.commit import Agreed, Missed, is_dead
+from ..run.commit import Agreed, is_dead
 from ..run.rounds import Round
 from ..run.view import JobView
 from .keeping import is_kept, version_of
@@ -249,18 +249,6 @@ class JobSlots:
         )
         needed_bytes = self._needed_bytes(ranks, self.record.keep, least_bytes=more.capacity_bytes)
         return more if self.budget.has_room(self.key, needed_bytes) else geometry
-
-    async def receive(
-        self, rank: int, pair: Pair, geometry: Geometry, *, agreed: Agreed, view: JobView
-    ) -> SlotFile | None:
-        """Wait for room for `pair` of `rank`, and do what `place` says; without room all capture another step."""
-        await self.make_room(rank, geometry, view=view)
-        try:
-            return await self.place(rank, geometry, agreed=agreed.or_later(view.agreed))
-        except MemoryBudgetError:
-            if pair >= view.agreed.next:
-                view.miss(Missed(next=view.agreed.next, step=pair.step, late=False))
-            raise
 
     async def place(self, rank: int, geometry: Geometry, *, agreed: Agreed) -> SlotFile | None:
         """Return a file of `rank` to receive a replica in, marked busy and WRITING; None when all must be kept.
