@@ -82,7 +82,7 @@ def test_older_steps_give_way_to_a_state_that_grows(
         assert code == 1
         assert f"step {older} is not at hand" in refused
         committed = run.hosts[0].committed_step()
-        kill(run.hosts[0].pids()[0])
+        kill(next(iter(run.hosts[0].pids().values())))
         run.await_commit(committed + 10)
         assert run.restored() >= committed
         assert len(run.in_memory()) == 1

@@ -223,7 +223,7 @@ def test_step_that_cannot_be_written_makes_room_for_the_next_one(
     hosts.commit(trainers, [1, 2])
     wait_until(lambda: "is not persisted by this host" in hosts["a"].log, timeout_s=90, what="a failure")
     assert "No space left on device" in hosts["a"].log
-    assert list((target / hosts.run_id / "1-2").iterdir())
+    assert (target / hosts.run_id / "1-2").exists()  # with the file of one rank, unless both were written at once
     storage(2.5)
     steps = itertools.count(3)
 
