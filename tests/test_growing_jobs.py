@@ -25,9 +25,9 @@ class Growing:
         (root / "rr.toml").write_text(settings or "[replication]\nkeep = 2\nkeep_every = 3\n")
         self.hosts = [self.cluster.host(name) for name in "ab"[:nnodes]]
         options = on_etcd(endpoint, self.cluster.name, nnodes=nnodes, nproc=2 // nnodes)
-        for host in self.hosts:
+        for host, limit in zip(self.hosts, memory.split(",") * nnodes, strict=False):
             host.launch(
-                [*options, "--rr-config", str(root / "rr.toml"), "--rr-memory", memory],
+                [*options, "--rr-config", str(root / "rr.toml"), "--rr-memory", limit],
                 [str(SCRIPT), str(self.gate), *sizes],
             )
 
@@ -91,15 +91,45 @@ def test_older_steps_give_way_to_a_state_that_grows(
         run.cluster.close()
 
 
-@pytest.mark.parametrize("nnodes", [1, 2])
-def test_commits_go_on_when_a_state_shrinks_that_had_no_room(tmp_path: Path, etcd_endpoint: str, nnodes: int) -> None:
-    """There is room for one larger slot, if at all, until each rank goes back to its size of before."""
-    sizes = [f"{rank}:{step}:{mib}" for rank in (0, 1) for step, mib in ((0, 1), (20, 8), (40, 1))]
-    settings = "[replication]\nkeep = 1\n"
-    run = Growing(tmp_path, etcd_endpoint, sizes, nnodes=nnodes, memory="14M", settings=settings)
+KEEP_ONE = "[replication]\nkeep = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "memory", "sizes"),
+    [
+        (1, "14M", {0: 1, 20: 8, 40: 1}),
+        (2, "14M", {0: 1, 20: 8, 40: 1}),
+        (2, "40M,14M", {0: 1, 20: 6, 40: 1}),
+        (2, "24M", {0: 1, **{10 + 2 * mib: mib for mib in range(2, 13)}, 40: 1}),
+    ],
+    ids=["one-host", "two-hosts", "unequal", "slowly"],
+)
+def test_commits_go_on_when_a_state_shrinks_that_had_no_room(
+    tmp_path: Path, etcd_endpoint: str, nnodes: int, memory: str, sizes: dict[int, int]
+) -> None:
+    """There is room for one larger slot on a host, if at all, until each rank goes back to its size of before."""
+    rows = [f"{rank}:{step}:{mib}" for rank in (0, 1) for step, mib in sizes.items()]
+    run = Growing(tmp_path, etcd_endpoint, rows, nnodes=nnodes, memory=memory, settings=KEEP_ONE)
     try:
         run.await_commit(60)
         assert "no slots of the size that captures need now" in run.output or "not protected" in run.output
+        run.end()
+    finally:
+        run.cluster.close()
+
+
+def test_a_run_whose_state_has_no_room_goes_on_after_a_failure(tmp_path: Path, etcd_endpoint: str) -> None:
+    """As it did before: it trains on, and says that it is not protected."""
+    rows = [f"{rank}:{step}:{mib}" for rank in (0, 1) for step, mib in ((0, 1), (20, 8))]
+    run = Growing(tmp_path, etcd_endpoint, rows, nnodes=1, memory="14M", settings=KEEP_ONE)
+    host = run.hosts[0]
+    try:
+        wait_until(lambda: "no slots of the size" in run.output, timeout_s=60, what=lambda: run.output)
+        kill(host.pids()[0])
+        wait_until(lambda: host.starts() == 4, timeout_s=60, what=lambda: run.output)
+        refusals = run.output.count("no slots of the size")
+        wait_until(lambda: run.output.count("no slots of the size") > refusals, timeout_s=60, what=lambda: run.output)
+        assert run.restored() == host.committed_step() < 20
         run.end()
     finally:
         run.cluster.close()

@@ -423,6 +423,7 @@ def test_a_replica_without_room_gives_way_to_a_later_capture(hosts: Hosts) -> No
     hosts.commit(trainers, [1])
     for trainer in trainers:
         trainer.allocate(payload_bytes=larger)
+    for trainer in trainers:
         slot = Slot.open(trainer.paths[0], writable=True)
         publish(slot, run_id=hosts.run_id, rank=trainer.rank, world_size=2, pair=(1, 2), size_bytes=larger)
         slot.close()

@@ -20,7 +20,7 @@ from typing import Final, Literal
 import numpy as np
 import torch
 
-from ..errors import CheckpointError, DaemonError, MemoryBudgetError, SlotSizeError
+from ..errors import CheckpointError, DaemonError, SlotSizeError
 from ..format.digests import Digester, Hashes
 from ..format.manifest import encode, object_name
 from ..format.pair import Pair
@@ -38,6 +38,7 @@ from .stopped import stopped
 _ALLOCATE_S: Final = 300.0
 _GROW_S: Final = 5.0
 _REFUSED_S: Final = 10.0
+_MOST_WASTED: Final = 16
 _log = logging.getLogger(__name__)
 
 
@@ -89,6 +90,7 @@ class Capturer:
         self._lacked = 0  # the step for which that was done because none was free
         self._refused: CapturePlan | None = None
         self._refused_s = 0.0
+        self._wasted = 0  # captures in a row for which the slots were much too large
         self._patience_spent = False  # larger slots did not come in time; not waited for again before they do
         self._failure: CheckpointError | None = None
         self._plan: tuple[CapturePlan, Digester] | None = None
@@ -185,6 +187,7 @@ class Capturer:
             with self._changed:
                 self._changed.wait_for(lambda: self._capture is None or self._capture.phase >= _Phase.COPIED)
                 self._capture = capture
+                self._wasted = self._wasted + 1 if self._slots.wastes(capture.plan.layout.payload_bytes) else 0
                 self._changed.notify_all()
                 self._await_slots(capture)
                 if not self._slots.slots or (capture.plan is self._refused and self._outgrown(capture)):
@@ -262,7 +265,7 @@ class Capturer:
 
         A state that grows with every step would else never have slots before the step after it.
         """
-        first = not self._slots.slots
+        first = not self._slots.slots and not self._refused_s
         if not first and (not self._outgrown(capture) or self._patience_spent or self._slots.uncommitted is not None):
             return
         arrived = self._changed.wait_for(
@@ -392,13 +395,13 @@ class Capturer:
             return None
         if self._closing:
             return "stop"
-        # Slots in use are asked for again at once, so that the daemon hears what they hold; the first ones on demand.
-        return "allocate" if allocates and (capture.phase is _Phase.PENDING or self._slots.slots) else None
+        # At once also those in use, so that the daemon hears what they hold.
+        return "allocate" if allocates else None
 
     def _must_allocate(self, capture: _Capture) -> bool:
-        # Larger slots once they can be used: until then the commit that is awaited may need the room.
-        outgrown = self._slots.uncommitted is None and self._outgrown(capture)
-        return capture.plan is not self._refused and (self._stale or outgrown)
+        # Slots of another size once they can be used: until then the commit that is awaited may need the room.
+        resized = self._slots.uncommitted is None and (self._outgrown(capture) or self._wasted >= _MOST_WASTED)
+        return capture.plan is not self._refused and (self._stale or resized)
 
     def _outgrown(self, capture: _Capture) -> bool:
         return not self._slots.fits(len(capture.plan.tensors), capture.plan.layout.payload_bytes)
@@ -452,6 +455,7 @@ class Capturer:
             return
         with self._changed:
             self._slots.use(slots)
+            self._wasted = 0
             self._tell_missed()
             self._changed.notify_all()
         for mapped in slots:
@@ -465,12 +469,10 @@ class Capturer:
         payload_bytes = capture.plan.layout.payload_bytes
         with self._changed:
             waits = self._slots.uncommitted is not None
-        if self._slots.slots and (waits or self._slots.fits(manifest_bytes, payload_bytes)):
+        fits = self._slots.fits(manifest_bytes, payload_bytes) and not self._slots.wastes(payload_bytes)
+        if self._slots.slots and (waits or fits):
             first = self._slots.slots[0].slot
-            try:
-                return self._lend(first.payload_offset, first.capacity_bytes)
-            except MemoryBudgetError:  # the state has shrunk: what it needs now may have room beside a larger slot
-                return self._lend(first.payload_offset, first.payload_offset + payload_bytes)
+            return self._lend(first.payload_offset, first.capacity_bytes)
         preferred_offset = 0 if self._slots.slots else self._preferred_offset
         return self._lend(*plan_layout(manifest_bytes, payload_bytes, preferred_offset=preferred_offset))
 
@@ -485,7 +487,8 @@ class Capturer:
         with self._changed:
             self._refused, self._refused_s = capture.plan, time.monotonic()
             self._stale = True  # the daemon has removed what was too small and free; a smaller state may fit again
-            if not self._slots.slots:
+            # A run that goes on trains on without captures, as it did before a failure.
+            if not self._slots.slots and (self.watermark is None or isinstance(error, SlotSizeError)):
                 if isinstance(error, SlotSizeError):
                     # No restart cures this one: the launcher shall not try.
                     self._link.notify("refused", message=str(error))

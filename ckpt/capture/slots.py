@@ -11,7 +11,7 @@ import torch
 from ..errors import SlotError
 from ..format.manifest import Layout, TensorSpec
 from ..format.pair import Pair
-from ..format.slot import HEADER_BYTES, Slot, chunk_count, open_file
+from ..format.slot import HEADER_BYTES, Slot, chunk_count, is_wasteful, open_file
 from ..format.wire import Message
 from ..link.env import TrainerEnv
 
@@ -168,6 +168,11 @@ class RankSlots:
         return bool(self.slots) and all(
             before_bytes <= mapped.slot.payload_offset and payload_bytes <= len(mapped.payload) for mapped in self.slots
         )
+
+    def wastes(self, payload_bytes: int) -> bool:
+        """Tell whether the slots take much more memory than such a capture needs."""
+        slots = [mapped.slot for mapped in self.slots]
+        return any(is_wasteful(slot.capacity_bytes, slot.payload_offset + payload_bytes) for slot in slots)
 
     def wants(self, step: int) -> bool:
         """Tell whether `step`, the newest one, is to be captured, or may be: the first one after a capture."""

@@ -34,9 +34,12 @@ HEADER_BYTES: Final = 4096
 
 MAX_RUN_ID_BYTES: Final = 200
 
+_WASTED_BYTES: Final = 1 << 20
+
 State = Literal["EMPTY", "WRITING", "COMPLETE"]
 
 MAGIC: Final = b"RRSLOT\x00\x01"  # The last byte is the version of the format.
+
 _STATES: Final[dict[int, State]] = {
     0x59_54_50_4D_45: "EMPTY",
     0x47_4E_49_54_52_57: "WRITING",
@@ -112,6 +115,11 @@ def plan_layout(manifest_bytes: int, payload_bytes: int, *, preferred_offset: in
     if needed_bytes <= preferred_offset:
         payload_offset = preferred_offset
     return payload_offset, _round_up(payload_offset + payload_bytes, HEADER_BYTES)
+
+
+def is_wasteful(capacity_bytes: int, needed_bytes: int) -> bool:
+    """Tell whether a slot takes much more memory than what is to be in it needs."""
+    return capacity_bytes > 2 * needed_bytes + _WASTED_BYTES
 
 
 def slot_head(*, manifest: bytes, table: bytes, payload_bytes: int, **fields: Any) -> bytes:

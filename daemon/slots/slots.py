@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from resilient_run.ckpt.errors import MemoryBudgetError, SlotError, SlotSizeError
 from resilient_run.ckpt.format.pair import Pair
-from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, SlotHeader
+from resilient_run.ckpt.format.slot import HEADER_BYTES, MAGIC, Slot, SlotHeader, is_wasteful
 
 from ..base.codec import Record, limited
 from ..base.fields import Fields
@@ -75,10 +75,10 @@ class SlotFile:
     stray: bool = False
 
     def fits(self, geometry: Geometry) -> bool:
-        """Tell whether a capture of this geometry can be written here."""
-        return (
-            self.slot.payload_offset == geometry.payload_offset and self.slot.capacity_bytes >= geometry.capacity_bytes
-        )
+        """Tell whether a capture of this geometry can be written here, without much waste."""
+        capacity_bytes, needed_bytes = self.slot.capacity_bytes, geometry.capacity_bytes
+        is_large = capacity_bytes >= needed_bytes and not is_wasteful(capacity_bytes, needed_bytes)
+        return is_large and self.slot.payload_offset == geometry.payload_offset
 
     def describe(self) -> dict[str, Any]:
         """Return what `resilientctl status` shows of it."""
