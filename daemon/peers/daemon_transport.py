@@ -144,7 +144,7 @@ class DaemonTransport:
             log.info("offer of rank %d %s failed, it will be repeated: %s", rank, pair, error)
         except MemoryBudgetError as error:
             self._find_room(rank, error)
-            if pair >= self.view.agreed.next:  # all capture a later step, which may be smaller
+            if self.view.own_ranks and pair >= self.view.agreed.next:  # all capture a later step, which may be smaller
                 self.view.miss(Missed(next=self.view.agreed.next, step=pair.step, late=False))
         finally:
             if self._offered.get(rank) == pair:
