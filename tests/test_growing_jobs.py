@@ -129,7 +129,7 @@ def test_a_run_whose_state_has_no_room_goes_on_after_a_failure(tmp_path: Path, e
         wait_until(lambda: host.starts() == 4, timeout_s=60, what=lambda: run.output)
         refusals = run.output.count("no slots of the size")
         wait_until(lambda: run.output.count("no slots of the size") > refusals, timeout_s=60, what=lambda: run.output)
-        assert run.restored() == host.committed_step() < 20
+        assert run.restored() <= host.committed_step() < 20
         run.end()
     finally:
         run.cluster.close()
