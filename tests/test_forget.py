@@ -1,6 +1,7 @@
 """`resilientctl forget` on a real etcd: everything of a dead run goes, nothing of a live one or of a neighbour."""
 
 import json
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -65,7 +66,10 @@ def test_a_live_run_is_refused(etcd_endpoint: str, etcd_config: EtcdConfig) -> N
         ((), "RUN_ID"),
     ],
 )
-def test_bad_values_are_refused(arguments: tuple[str, ...], message: str) -> None:
+def test_bad_values_are_refused(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RESILIENT_RUN_DIR", str(tmp_path))  # where no daemon is
     done = forget(*arguments)
     assert done.exit_code == 2
     assert message in done.stderr
