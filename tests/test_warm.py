@@ -812,13 +812,14 @@ def test_zygote_that_stops_answering_costs_a_cold_start(
     monkeypatch.setattr("resilient_run.launcher.workers.warm._FORK_TIMEOUT_S", 0.1)
     (zygote,) = set(psutil.Process().children()) - others
     stop(zygote.pid)
-    with caplog.at_level(logging.INFO, "resilient_run.launcher.workers.warm"):
-        process = _start(starter, "-u", "script.py")
+    caplog.set_level(logging.INFO, "resilient_run.launcher.workers.warm")
+    process = _start(starter, "-u", "script.py")
     assert process.wait(60) == 0
     assert not isinstance(process, WarmProcess)
     assert "cannot reach the zygote" in caplog.text
+    caplog.clear()
     monkeypatch.setattr("resilient_run.launcher.workers.warm._FORK_TIMEOUT_S", 60.0)
-    assert isinstance(_restart(starter), WarmProcess)
+    assert isinstance(_restart(starter), WarmProcess), caplog.text
 
 
 def _restart(starter: WorkerStarter) -> "subprocess.Popen[bytes]":
