@@ -77,6 +77,7 @@ BENCHMARKS: Final = (
         results=(
             Result(name="recovery-time", minutes=5),
             Result(name="recovery-time-4", arguments="--ranks 4 --kills 3 --jobs 3 --kill-after 15", minutes=7),
+            Result(name="recovery-time-8", arguments="--ranks 8 --kills 3 --jobs 2 --kill-after 15", minutes=5),
             Result(name="recovery-time-loop", arguments="--kills 3 --jobs 3 --kill-after 15", minutes=3),
             Result(name="recovery-time-291", arguments="--tensors 291 --state-mb 144 --kill-after 30", minutes=5),
             Result(name="recovery-time-4000", arguments="--tensors 4000 --kills 3 --kill-after 20", minutes=25),
