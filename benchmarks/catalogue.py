@@ -108,7 +108,7 @@ BENCHMARKS: Final = (
             Result(
                 name="fewer-hosts-256",
                 arguments=f"--hosts 2 --state-mb 256 {ELASTIC}",
-                minutes=15,
+                minutes=19,
                 needs=(DLROVER, TORCHFT, NVRX),
             ),
         ),
@@ -117,7 +117,7 @@ BENCHMARKS: Final = (
         script="benchmarks/straggler.py",
         also=JOB,
         results=(
-            Result(name="straggler", arguments="--factors 1.15 1.3 --quiet-minutes 0.3", minutes=12),
+            Result(name="straggler", arguments="--factors 1.15 1.3 --quiet-minutes 0.3", minutes=7),
             Result(
                 name="straggler-noise",
                 arguments="--batch 256 --factors 1.3 --injections 1 --quiet-minutes 60",

@@ -39,7 +39,6 @@ _WASTED_BYTES: Final = 1 << 20
 State = Literal["EMPTY", "WRITING", "COMPLETE"]
 
 MAGIC: Final = b"RRSLOT\x00\x01"  # The last byte is the version of the format.
-
 _STATES: Final[dict[int, State]] = {
     0x59_54_50_4D_45: "EMPTY",
     0x47_4E_49_54_52_57: "WRITING",
