@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import itemgetter
 
 import pytest
 from seats import everywhere, seats
@@ -157,9 +158,10 @@ def _trainer(game: Game, world: World, rank: int, host: str) -> Iterator[tuple[s
 def _replica(game: Game, world: World, rank: int, owner: str, holder: str) -> Iterator[tuple[str, World]]:
     """A holder fetches the owner's newest capture, or anyone's copy of what the round restores."""
     mine = held(world.slots, holder, rank)
-    wanted = [slot for slot in world.slots if slot[0] == owner and slot[1] == rank and slot[2][0] == world.generation]
+    slots = sorted(world.slots, key=itemgetter(0, 1, 2))
+    wanted = [slot for slot in slots if slot[0] == owner and slot[1] == rank and slot[2][0] == world.generation]
     if world.restore is not None and world.watermark == world.restore:
-        wanted += [slot for slot in world.slots if slot[1:3] == (rank, world.restore)][:1]
+        wanted += [slot for slot in slots if slot[1:3] == (rank, world.restore)][:1]
     for _, _, pair, content in wanted[-2:]:
         agreed = world.agreed(rank).or_later(world.agreed(world.members.index(holder)))
         free = room(game, world.slots, holder, rank, agreed)
@@ -176,7 +178,7 @@ def _replica(game: Game, world: World, rank: int, owner: str, holder: str) -> It
 
 def _memory(world: World, round_: Round, present: list[str]) -> Iterator[tuple[str, World]]:
     """A replica that others must keep now goes once they all have it."""
-    for host, rank in {slot[:2] for slot in world.slots if slot[0] in present}:
+    for host, rank in sorted({slot[:2] for slot in world.slots if slot[0] in present}):
         holders = round_.holders(rank, REPLICAS)
         if host not in holders and all(world.watermark in held(world.slots, holder, rank) for holder in holders):
             slots = frozenset(slot for slot in world.slots if slot[:2] != (host, rank))
