@@ -3,7 +3,7 @@
 import json
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -254,6 +254,28 @@ def test_export_comes_back_to_each_of_its_ranks(tmp_path: Path, ctl: Callable[..
     held = TrainingState({"sampler": sampler, "model": torch.nn.Linear(3, 2), "epoch": 0}, rng=False)
     assert "does not have sampler.at, which" in load_import(held, found, rank=0, world_size=3)
     assert (sampler.at, held.values) == (99, {"epoch": 4})
+
+
+class Reader(Sampler):
+    """A loader, whose ranks have all had as many batches."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.at
+
+
+def test_a_loader_begins_anew_in_another_world(tmp_path: Path, ctl: Callable[..., Result]) -> None:
+    tree = {"objects": {"loader": {"at": 5}, "model": {}}, "values": {"epoch": 4}, "rng": None}
+    slots = [make_slot(tmp_path / f"{rank}.slot", tree, rank=rank, world_size=2) for rank in range(2)]
+    export(of_slots(slots), tmp_path / "exported", "dcp")
+    for slot in slots:
+        slot.close()
+    assert ctl(tmp_path / "exported").exit_code == 0
+    found = opened(str(tmp_path / "tier"), 3)
+    for world_size, at in ((2, 5), (1, 0)):
+        loader = Reader()
+        text = load(found, world_size=world_size, loader=loader, epoch=0)
+        assert loader.at == at
+        assert ("does not have loader" in text) == (world_size == 1)
 
 
 def test_buffers_of_one_rank_serve_another_world(tmp_path: Path, ctl: Callable[..., Result]) -> None:

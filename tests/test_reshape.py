@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,13 @@ class Apart(Own):
         return [self]
 
 
+class Reader(Own):
+    """A loader, whose ranks have all had as many batches."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.at
+
+
 class Flats(Own):
     """What a partitioned engine has: flat weights with their states, and what they have of which parameters."""
 
@@ -248,6 +256,7 @@ class Odd(nn.Module):
         (lambda rank: {"own": Own(rank)}, r"ranks have own\.at differently\. Give the object a method reshard"),
         (lambda rank: {"own": Failing(rank)}, r"own: its reshard\(\) failed: KeyError: 'boom'"),
         (lambda rank: {"own": Apart(5)}, r"own differs between ranks on purpose\. Give the object a method reshard"),
+        (lambda rank: {"own": Reader(5)}, r"own \(Reader\) yields data, .* ResumableLoader\. Give the object a method"),
         (lambda rank: {"own": Flats(half(0))}, r"own\.masters\.0: no rank holds 4 of the 8 elements of weight"),
         (lambda rank: {"own": Flats(half(0), rank)}, r"own\.masters\.0: ranks 0 and 1 hold different values of weight"),
         (lambda rank: {"own": Flats([Range("weight", (8,), 3 * (rank % 2), 0, 4)])}, "weight: the part of .* overlaps"),
@@ -398,11 +407,17 @@ def test_what_is_damaged_comes_from_elsewhere(tmp_path: Path, made: Callable[...
             holders.load(TrainingState({"model": fsdp(5, 1)}, rng=False), 0, 1, 2)
 
 
-def rank_loader(rank: int, ranks: int, epoch: int = 2) -> ResumableLoader:
+def rank_loader(rank: int, ranks: int, kinds: Any = (DataLoader, DistributedSampler), epoch: int = 2) -> Any:
     """Return the loader of a rank in an epoch of 47 samples in batches of 3."""
-    sampler = DistributedSampler(range(47), ranks, rank, seed=5)  # type: ignore[arg-type]
+    sampler = kinds[1](range(47), ranks, rank, seed=5)
     sampler.set_epoch(epoch)
-    return ResumableLoader(DataLoader(range(47), batch_size=3, sampler=sampler))  # type: ignore[arg-type]
+    return ResumableLoader(kinds[0](range(47), batch_size=3, sampler=sampler))
+
+
+def stateful(sampler: str) -> tuple[Any, Any]:
+    """Return torchdata's loader, and a sampler for it."""
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    return loaders.StatefulDataLoader, getattr(loaders.sampler, sampler, DistributedSampler)
 
 
 def read(loader: ResumableLoader, batches: int | None = None) -> tuple[Any, list[int]]:
@@ -412,16 +427,21 @@ def read(loader: ResumableLoader, batches: int | None = None) -> tuple[Any, list
     return iterator, given
 
 
-@pytest.mark.parametrize(("first", "second", "third"), [(4, 2, 3), (2, 4, 1), (3, 4, 2)])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(
+    ("first", "second", "third", "kind"),
+    [(4, 2, 3, None), (2, 4, 1, None), (3, 4, 2, "DistributedSampler"), (2, 3, 1, "StatefulDistributedSampler")],
+)
 def test_each_sample_of_an_epoch_is_read_once(
-    made: Callable[..., Holders], first: int, second: int, third: int
+    made: Callable[..., Holders], first: int, second: int, third: int, kind: str | None
 ) -> None:
     """Also if ranks come and go twice in one epoch, and a restart comes between."""
+    loader_of = rank_loader if kind is None else partial(rank_loader, kinds=stateful(kind))
     seen: list[int] = []
     held: list[Any] = []
 
     def begin(rank: int, ranks: int) -> dict[str, Any]:
-        loader = rank_loader(rank, ranks)
+        loader = loader_of(rank, ranks)
         iterator, given = read(loader, 2)
         held.append(iterator)
         seen.extend(given)
@@ -432,12 +452,12 @@ def test_each_sample_of_an_epoch_is_read_once(
         holders = made(begin, first, rng=True)
 
         def go_on(rank: int, ranks: int) -> dict[str, Any]:
-            loader = rank_loader(rank, ranks)
+            loader = loader_of(rank, ranks)
             holders.load(TrainingState({"loader": loader}, rng=True), rank, ranks, first)
             iterator, given = read(loader, 1)
             held.append(iterator)
             seen.extend(given)
-            again = rank_loader(rank, ranks)
+            again = loader_of(rank, ranks)
             again.load_state_dict(loader.state_dict())
             iterator, given = read(again, 1)
             held.append(iterator)
@@ -447,13 +467,13 @@ def test_each_sample_of_an_epoch_is_read_once(
         others = made(go_on, second, rng=True)
         assert len(seen) == len(set(seen)) == 6 * (first + second)
         for rank in range(third):
-            loader = rank_loader(rank, third)
+            loader = loader_of(rank, third)
             others.load(TrainingState({"loader": loader}, rng=True), rank, third, second)
             seen.extend(read(loader)[1])
         # What is left over for the last rank is filled up, as a DistributedSampler does.
         assert set(seen) == set(range(47))
         assert len(seen) - 47 < third
-        loader = rank_loader(0, third, epoch=3)
+        loader = loader_of(0, third, epoch=3)
         others.load(TrainingState({"loader": loader}, rng=True), 0, third, second)
         with pytest.raises(StateError, match="does not give the first"):
             iter(loader)

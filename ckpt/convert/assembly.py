@@ -6,7 +6,7 @@ what is to be made is a subclass: `reshape.py` what one rank of another number h
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
@@ -472,6 +472,11 @@ def opened(captures: Captures, tree: Node, leaves: Sequence[Made]) -> Any:
     for index, content in zip(plain, read(captures, [leaves[index] for index in plain]), strict=True):
         found[index] = content
     return unflatten(tree, found.__getitem__)
+
+
+def counts_reads(item: Any) -> bool:
+    """Tell whether an object yields data, as loaders and samplers do, and so counts what its own rank has read."""
+    return isinstance(item, Iterable) and not isinstance(item, Collection | torch.nn.Module)
 
 
 def has_key(node: Node, key: str) -> bool:

@@ -19,7 +19,7 @@ from ..state.held import fsdp1_units
 from ..state.shown import form_of
 from ..state.state import TrainingState, get_rng
 from ..state.tree import Flattener, shard_spec
-from .assembly import Assembled, filled, opened
+from .assembly import Assembled, counts_reads, filled, opened
 from .captures import Captures
 from .export import RANKS
 from .payload import Made, whole
@@ -115,7 +115,9 @@ class _TakingOver:
             kinds = torch.nn.Module | torch.optim.Optimizer
             whole = tuple(f"{name}." for name, item in self._state.objects.items() if isinstance(item, kinds))
             paths = {path for part in parts for path in part.get("objects", {})}
-            changes = {path: _ABSENT for path in paths if not f"{path}.".startswith(whole)}
+            paths = {path for path in paths if not f"{path}.".startswith(whole)}
+            paths |= {name for name, item in self._state.objects.items() if counts_reads(item)}
+            changes = dict.fromkeys(paths, _ABSENT)
             first, *others = (part.get("values", {}) for part in parts)
             values = {name: value for name, value in first.items() if _is_same(value, name, others)}
         self._objects = _changed(self._objects, "", {f".{path}": value for path, value in changes.items()})

@@ -20,7 +20,18 @@ from ..state.rng import derived_rng
 from ..state.state import TrainingState
 from ..state.tree import Flattener, entries, plain, unflatten
 from ..state.unsaved import parse as parse_unsaved
-from .assembly import Assembled, Assembly, Rule, flats_of, has_key, is_leaf, is_optimizer, items_of, without
+from .assembly import (
+    Assembled,
+    Assembly,
+    Rule,
+    counts_reads,
+    flats_of,
+    has_key,
+    is_leaf,
+    is_optimizer,
+    items_of,
+    without,
+)
 from .captures import Captures
 from .payload import whole
 
@@ -116,6 +127,12 @@ class _Reshaping(Assembly):
             # FSDP2's modules have a method of that name.
             if hasattr(type(item), "reshard") and not isinstance(item, torch.nn.Module):
                 children.append(self._resharded(name, item, nodes))
+            elif counts_reads(item):
+                self.refused.append(
+                    f"{name} ({type(item).__qualname__}) yields data, and counts what one rank has read: a loader may "
+                    f"go on in a ResumableLoader. {_RESHARD}"
+                )
+                children.append(nodes[min(nodes)])
             elif not all(has_key(node, FLAT) == has_key(self._objects_now.get(name), FLAT) for node in nodes.values()):
                 self.refused.append(
                     f"{name} is sharded by FSDP1 or DeepSpeed only in the checkpoint, or only now: shard it as then, "

@@ -17,6 +17,7 @@ from ..errors import StateError
 from ..state.rng import derived_rng
 from ..state.state import set_rng
 
+_TORCHDATA: Final = "torchdata.stateful_dataloader.sampler"
 _NOTHING: Final = xxhash.xxh3_128().hexdigest()
 
 Share = tuple[Any, ...]
@@ -90,7 +91,7 @@ def share_of(loader: Any) -> Share:
     if _is_shard(batches):
         return batches.process_index, batches.num_processes, batches.split_batches, batches.even_batches
     sampler = getattr(batches, "sampler", None)
-    return (sampler.rank, sampler.num_replicas) if type(sampler) is DistributedSampler else ()
+    return (sampler.rank, sampler.num_replicas) if _is_dealt(sampler) else ()
 
 
 def rest(loader: Any, at: Mapping[str, Any], share: Share) -> Any:
@@ -122,7 +123,7 @@ def batches_in_epoch(loader: Any, at: Mapping[str, Any], share: Share) -> int:
     """Return how many batches this rank has in the epoch of the position `at`, in which the number of ranks changed."""
     dealing = _dealing(loader, share)
     sampler = dealing.sampler
-    sized: Any = sampler.dataset if type(sampler) is DistributedSampler else sampler
+    sized: Any = sampler.dataset if _is_dealt(sampler) else sampler
     order = range(len(sized))
     left = [] if _is_over(at) else dealing.deal(order, at["skipped"], share)
     return int(at.get("given", 0)) + sum(1 for _ in left)
@@ -171,7 +172,7 @@ class _Dealing:
 
 def _order(loader: Any, sampler: Any, at: Mapping[str, Any]) -> list[int]:
     """Return the order of the epoch, as the sampler gives it under the random states at which it was drawn first."""
-    if type(sampler) is DistributedSampler:
+    if _is_dealt(sampler):
         dealer = DistributedSampler[Any](
             sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
         )
@@ -209,8 +210,8 @@ def _dealing(loader: Any, share: Share) -> _Dealing:
     if _is_shard(batches):
         batches = batches.batch_sampler
     sampler: Any = getattr(batches, "sampler", None)
-    known = len(share) > 2 or (len(share) == 2 and type(sampler) is DistributedSampler)
-    if not known or type(batches) is not BatchSampler:
+    known = len(share) > 2 or (len(share) == 2 and _is_dealt(sampler))
+    if not known or not (type(batches) is BatchSampler or _name_of(batches) == (_TORCHDATA, "BatchSampler")):
         raise _unknown(loader)
     trims = batches.drop_last if len(share) > 2 else sampler.drop_last
     return _Dealing(sampler, batches.batch_size, trims, batches.drop_last)
@@ -221,9 +222,19 @@ def _is_over(at: Mapping[str, Any]) -> bool:
     return at.get("finished", False) and not at["drawn"]
 
 
+def _is_dealt(sampler: Any) -> bool:
+    """Tell whether a sampler is a `DistributedSampler`, or torchdata's, which gives the same."""
+    return type(sampler) is DistributedSampler or _name_of(sampler) == (_TORCHDATA, "StatefulDistributedSampler")
+
+
 def _is_shard(batches: Any) -> bool:
-    """Tell whether a sampler of batches is Accelerate's, which nobody has to have installed."""
-    return (type(batches).__module__, type(batches).__qualname__) == ("accelerate.data_loader", "BatchSamplerShard")
+    """Tell whether a sampler of batches is Accelerate's."""
+    return _name_of(batches) == ("accelerate.data_loader", "BatchSamplerShard")
+
+
+def _name_of(item: Any) -> tuple[str, str]:
+    """Return module and name of a class of a library that need not be installed."""
+    return type(item).__module__, type(item).__qualname__
 
 
 def _unknown(loader: Any) -> StateError:
