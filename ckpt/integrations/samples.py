@@ -90,7 +90,7 @@ def share_of(loader: Any) -> Share:
     batches = loader.batch_sampler
     if _is_shard(batches):
         return batches.process_index, batches.num_processes, batches.split_batches, batches.even_batches
-    sampler = getattr(batches, "sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
     return (sampler.rank, sampler.num_replicas) if _is_dealt(sampler) else ()
 
 
