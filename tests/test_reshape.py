@@ -128,6 +128,35 @@ def test_only_what_a_rank_needs_is_read(made: Callable[..., Holders]) -> None:
             assert captures.read_bytes <= heads + len(result.payload) + 6 * 4 * CHUNK_BYTES
 
 
+class Schedules:
+    """Schedules in a container that yields them, as torchtitan has."""
+
+    def __init__(self, schedule: Any) -> None:
+        self.schedules = [schedule]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.schedules)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.schedules[0].state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.schedules[0].load_state_dict(state)
+
+
+def test_a_container_of_schedules_is_no_loader(made: Callable[..., Holders]) -> None:
+    def register(rank: int, ranks: int) -> dict[str, Any]:
+        held = objects(replicated, 3, ranks)
+        train(held)
+        return {**held, "schedule": Schedules(held["schedule"])}
+
+    holders = made(register, 2)
+    held = objects(replicated, 5, 1)
+    container = Schedules(held["schedule"])
+    holders.load(TrainingState({**held, "schedule": container}, rng=False), 0, 1, 2)
+    assert container.schedules[0].last_epoch == 3
+
+
 def test_generators_are_a_ranks_own_or_derived(made: Callable[..., Holders]) -> None:
     def seeded(rank: int, ranks: int) -> dict[str, Any]:
         torch.manual_seed(rank)

@@ -20,6 +20,7 @@ from ..format.slot import CHUNK_BYTES
 from ..state.flat import FLAT, Range, Ranges
 from ..state.flat import parse as parse_flats
 from ..state.memory import leaf_of
+from ..state.state import TrainingState
 from ..state.tree import OPTIONAL_PARTS, Flattener, entries, shard_spec, unflatten
 from .captures import BATCH_BYTES, Captures
 from .payload import Made, Piece, Region, fill, whole
@@ -474,9 +475,11 @@ def opened(captures: Captures, tree: Node, leaves: Sequence[Made]) -> Any:
     return unflatten(tree, found.__getitem__)
 
 
-def counts_reads(item: Any) -> bool:
+def counts_reads(state: TrainingState, name: str) -> bool:
     """Tell whether an object yields data, as loaders and samplers do, and so counts what its own rank has read."""
-    return isinstance(item, Iterable) and not isinstance(item, Collection | torch.nn.Module)
+    item = state.objects.get(name)
+    is_data = isinstance(item, Iterable) and not isinstance(item, Collection | torch.nn.Module)
+    return is_data and name not in state.held  # nor torchtitan's containers of optimizers and schedulers
 
 
 def has_key(node: Node, key: str) -> bool:

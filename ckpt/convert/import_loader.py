@@ -116,7 +116,7 @@ class _TakingOver:
             whole = tuple(f"{name}." for name, item in self._state.objects.items() if isinstance(item, kinds))
             paths = {path for part in parts for path in part.get("objects", {})}
             paths = {path for path in paths if not f"{path}.".startswith(whole)}
-            paths |= {name for name, item in self._state.objects.items() if counts_reads(item)}
+            paths |= {name for name in self._state.objects if counts_reads(self._state, name)}
             changes = dict.fromkeys(paths, _ABSENT)
             first, *others = (part.get("values", {}) for part in parts)
             values = {name: value for name, value in first.items() if _is_same(value, name, others)}

@@ -127,7 +127,7 @@ class _Reshaping(Assembly):
             # FSDP2's modules have a method of that name.
             if hasattr(type(item), "reshard") and not isinstance(item, torch.nn.Module):
                 children.append(self._resharded(name, item, nodes))
-            elif counts_reads(item):
+            elif counts_reads(self._state, name):
                 self.refused.append(
                     f"{name} ({type(item).__qualname__}) yields data, and counts what one rank has read: a loader may "
                     f"go on in a ResumableLoader. {_RESHARD}"
